@@ -70,7 +70,7 @@ def run(jobs: list[Made], capacity: int) -> float:
         nonlocal done
         job = engine.add_job("made up")
         for _ in range(made.steps):
-            engine.run_eager(job, lambda: time.sleep(made.seconds), made.bytes, by_caller=True)
+            engine.run_eager(job, lambda: time.sleep(made.seconds), made.bytes)
         done += 1
 
     began = time.perf_counter()
@@ -97,7 +97,7 @@ def working(lanes: int, seconds: float, for_seconds: float = 1.0) -> float:
     def train() -> int:
         job, steps = engine.add_job("made up"), 0
         while time.perf_counter() < until:
-            engine.run_eager(job, lambda: time.sleep(seconds), 1024, by_caller=True)
+            engine.run_eager(job, lambda: time.sleep(seconds), 1024)
             steps += 1
         return steps
 

@@ -20,9 +20,9 @@ from torch.utils import _pytree as pytree
 from waterflow import _C
 from waterflow.errors import CaptureError, InvalidJobError, JobCancelled, StepError, StepIndexError, StepValueError, explained
 from waterflow.executor.audit import Audit
-from waterflow.executor.cancel import LentLane, has_limit
+from waterflow.executor.cancel import has_limit
 from waterflow.executor.data.copies import OwnBatches, brought
-from waterflow.executor.engine import Engine, current_engine, current_worker
+from waterflow.executor.engine import EagerWork, Engine, current_engine, current_worker
 from waterflow.executor.memory_limit import parse_recompute
 from waterflow.executor.program import eager, ownership
 from waterflow.executor.program.bound_step import BoundStep, BoundSteps
@@ -315,7 +315,6 @@ class Step:
         self.own_batches: OwnBatches | None = None  # set if other jobs may read the same batches
         self.job: int | None = None
         self.batches_ahead = 1
-        self.eager_at_once = True  # in submit(); else on a lane, while the caller reads the next batch
         if self.engine is not None:
             self.job = self.engine.add_job(self.name)
             self.engine.accounts.append(self.account)
@@ -405,20 +404,15 @@ class Step:
     def submit(self, batch: Batch) -> StepFuture | Done:
         """Submit a batch without waiting for its step. Take results in order.
 
-        The caller runs a step that runs eagerly itself, before this returns.
+        A step that runs eagerly has ended when this returns: its caller runs it.
         """
-        # Python runs one thread at a time: handing an eager step to a lane would cost two thread switches for nothing.
-        at_once = self.eager_at_once and self.opaque_reason is not None
-        future = self._submit(batch, by_caller=at_once)
-        if at_once:
-            future.wait()
-        return future
+        return self._submit(batch, by_caller=False)
 
     def _submit(self, batch: Batch, by_caller: bool, update: bool | None = None) -> StepFuture | Done:
         if self._closed:
             raise JobCancelled(f"step {self.name!r} was closed")
         # It would wait for the lane and the memory that its caller holds: for ever.
-        if self.engine is not None and self.engine.native.on_a_lane:
+        if self.engine is not None and (self.engine.native.on_a_lane or self.engine.lent_to):
             self.engine.refuse_inside(f"step {self.name!r}")
         if update is None:
             update = (self._micro + 1) % self.accumulate == 0
@@ -429,7 +423,7 @@ class Step:
         if self._on_gpu and (there := brought(batch, self._spec.device, self._takes_arrays)) is not batch:
             batch, own = there, None
         if self.opaque_reason is not None:
-            return self._submit_opaque(batch, own, update, by_caller)
+            return self._submit_opaque(batch, own, update)
         refused = done = None
         try:
             leaves, batch_spec, key = flatten(batch, self._takes_arrays)
@@ -445,7 +439,7 @@ class Step:
             refused.__context__ = refused.__cause__ = None
         if refused is not None:
             # Only after it has run eagerly is the step opaque; if that fails, too, the batch was at fault.
-            return self._submit_opaque(batch, own, update, by_caller, refused)
+            return self._submit_opaque(batch, own, update, refused)
         if done is not None:
             return self._hand_in_captured(*done, bound_step, bound_step.plans.plan, update)
         return self._submit_captured(bound_step, leaves, batch_spec, update, by_caller)
@@ -621,7 +615,7 @@ class Step:
         if self.engine is None or self.job is None:
             returned = self._eager_step(batch, update, surrounding)
         else:
-            returned = self._eager_step.on_lane(self.engine, self.job, batch, update, surrounding)
+            returned = self._eager_step.admitted(self.engine, self.job, batch, update, surrounding)
         if tries_again:
             self._bound_steps.after_eager(self._eager_step.take_sums())
         self._micro = 0 if update else self._micro + 1
@@ -640,15 +634,13 @@ class Step:
             self.engine.runs_eagerly(self.job)
 
     def _submit_opaque(
-        self, batch: Batch, own: OwnBatches | None, update: bool, by_caller: bool, refused: CaptureError | None = None
+        self, batch: Batch, own: OwnBatches | None, update: bool, refused: CaptureError | None = None
     ) -> StepFuture | Done:
         new_kind = isinstance(refused, NewKind)
         self._will_write(name for name, _ in self._spec.model.named_buffers())
         if isinstance(refused, NewKind) and str(refused):
             self._tell_eager(refused, self._told)
-        lends = self.engine is not None and self.engine.lends_lanes()
-        by_caller = by_caller and not lends
-        if by_caller and own is None and (refused is None or new_kind) and self._is_ordinary(batch):
+        if own is None and (refused is None or new_kind) and self._is_ordinary(batch):
             return Done(self._eagerly(batch, update, new_kind))
         given = self._as_taken(batch)
         surrounding = surrounding_autocast(self._spec.device.type)
@@ -658,7 +650,7 @@ class Step:
         def train(batch: Batch) -> tuple[Any, int]:
             return self._eager_step.now_and_then_metered(batch, update, surrounding, size)
 
-        # Runs on a lane or on the calling thread. Only here is it known if the step succeeds eagerly, and so is opaque.
+        # Only here is it known if the step succeeds eagerly, and so is opaque.
         def work() -> None:
             if refused is not None:
                 self._eager_step.put_sums(self._bound_steps.before_eager())
@@ -686,16 +678,9 @@ class Step:
         with contextlib.ExitStack() as around:
             looking = self.engine.reservations.looking(self.job)
             height = plan.height if known else around.enter_context(looking)
-            # With a time limit the job's own thread does the eager work while the lane stands still: code that hangs is
-            # then interrupted in that thread, and the lane goes on without it.
-            lent = LentLane(work) if lends else None
-            run = _C.opaque_run(height, lent or work)
-            run.by_caller = by_caller
+            eager = EagerWork(self.engine, self.job, height, work)
             future = self._hand_in(
-                StepFuture(self.engine, self._finish, run, None, False, self._micro, {}, returned), plan, update
+                StepFuture(self.engine, self._finish, eager.run, None, False, self._micro, {}, returned), plan, update
             )
-            if lent is not None:
-                lent.use(run)
-            if refused is not None or not known:  # its height decides the next reservation
-                self.engine.native.wait(run)
+            eager.do()
         return future

@@ -80,11 +80,6 @@ def again(step: wf.Step, batch: Any) -> Any:
     return future.result()
 
 
-def on_a_lane(step: wf.Step, batch: Any) -> Any:
-    step.eager_at_once = False
-    return later(step, batch)
-
-
 @pytest.mark.parametrize("graphs", [False, True])
 def test_copies_are_made_before_the_caller_reads_them(graphs: bool) -> None:
     side = torch.cuda.Stream()
@@ -97,7 +92,7 @@ def test_copies_are_made_before_the_caller_reads_them(graphs: bool) -> None:
             assert torch.equal(read.cpu(), step.model.bias.detach().cpu())
 
 
-@pytest.mark.parametrize("way", [at_once, later, again, on_a_lane])
+@pytest.mark.parametrize("way", [at_once, later, again])
 @pytest.mark.parametrize("kind", ["plain", "graphs", "eager"])
 def test_a_result_that_is_dropped_is_not_given_away_while_it_is_read(kind: str, way: Callable[..., Any]) -> None:
     side = torch.cuda.Stream()

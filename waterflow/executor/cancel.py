@@ -352,11 +352,11 @@ class Turn:
 class LentLane:
     """A lane's task whose ``work`` is done by the thread that made this object, while the lane waits.
 
-    If the work hangs, the lane goes on once that thread is abandoned (``left_behind``).
+    If the work hangs, the lane goes on once that thread is abandoned (``left_behind``). ``lent_to`` has the thread meanwhile.
     """
 
-    def __init__(self, work: Callable[[], object]) -> None:
-        self._work = work
+    def __init__(self, work: Callable[[], object], lent_to: set[int]) -> None:
+        self._work, self._lent_to = work, lent_to
         self._thread = threading.current_thread()
         self._here, self._over = threading.Lock(), threading.Lock()
         self._error: BaseException | None = None
@@ -379,10 +379,13 @@ class LentLane:
             while not self._here.acquire(timeout=ORDER_AGAIN):
                 if run.done:  # it was cancelled
                     return
+            self._lent_to.add(threading.get_ident())
             try:
                 self._work()
             except BaseException as error:
                 self._error = error
+            finally:
+                self._lent_to.discard(threading.get_ident())
         finally:
             self._over.release()
 

@@ -90,6 +90,26 @@ class OneAudit(Protocol):
         """Return the difference between the captured and the eager step, or None."""
 
 
+class EagerWork:
+    """Work of a job that is not captured. The thread that makes this object does it, in the place of a lane, with ``do()``.
+
+    So the user's code finds its thread-locals and context variables, as in a loop by hand.
+    """
+
+    def __init__(self, engine: Engine, job: int, height: int, work: Callable[[], object]) -> None:
+        self._engine = engine
+        self._lent = LentLane(work, engine.lent_to) if engine.lends_lanes(job) else None
+        self.run = _C.opaque_run(height, self._lent or work)
+        self.run.by_caller = self._lent is None
+
+    def do(self) -> None:
+        """Do the work when ``run``, which was submitted, has its turn; return at its end. Raises nothing of the work's."""
+        with self._engine.threads_of_a_lane():
+            if self._lent is not None:
+                self._lent.use(self.run)
+            self._engine.native.wait(self.run)
+
+
 MOST_AUDITS = 100_000
 MOST_ACCOUNTS = 64  # the newest, which are looked at while jobs run; those of jobs that have ended change no more
 
@@ -176,6 +196,7 @@ class Engine:
             raise InvalidJobError(f"quantum must be positive seconds, or None; got {quantum!r}")
         self.reservations.quantum = quantum
         self._eager = Turn()
+        self.lent_to: set[int] = set()  # threads that do eager work while a lane waits
         shorten_switches(+1)
         self.started_ns = _C.Engine.now_ns()
         # (job, begin_ns, end_ns) on the clock of the spans; the newest audits, for timelines.
@@ -218,10 +239,21 @@ class Engine:
         Waits for the job's running step to reach its next group boundary, except when called inside of a step of this engine.
         """
         with contextlib.suppress(ValueError):
-            self.native.remove_job(job)
+            self._without_waiting_inside(self.native.remove_job, job)
         self._tell_refusals()
         self._eager_jobs.discard(job)
         self.reservations.release(job)
+
+    def cancel(self, job: int, reason: str) -> None:
+        """Cancel the job's steps, and wait as ``remove_job`` does. Raises ValueError if it has left the engine."""
+        self._without_waiting_inside(self.native.cancel, job, reason)
+
+    def _without_waiting_inside(self, end: Callable[..., None], *given: Any) -> None:
+        # The core knows its own threads, but none that a lane waits for.
+        if threading.get_ident() in self.lent_to:
+            threading.Thread(target=end, args=given, daemon=True).start()
+        else:
+            end(*given)
 
     def set_policy(self, job: int, policy: ResourcePolicy) -> None:
         """Set the resource policy of ``job`` from its next step on; the first opportunistic job starts interference control."""
@@ -261,7 +293,7 @@ class Engine:
             raise too_large(plan, plan.persistent + plan.batch, self.limit, self.reservations.room) from error
 
     def run_audit(self, job: int, audit: OneAudit) -> Any:
-        """Run an audit on a lane, as one group; return the difference, or None. It counts as a step if it leaves the step done.
+        """Run an audit in the place of a lane, as one group; return the difference, or None. It counts as a step if that is done.
 
         Raises ValueError if it needs more memory than there is, also if the limit was lowered before it began.
         """
@@ -271,12 +303,12 @@ class Engine:
             box.append(None)
             box[0] = audit.difference()
 
-        run = _C.opaque_run(audit.bytes, begun)
+        eager = EagerWork(self, job, audit.bytes, begun)
         begin = _C.Engine.now_ns()
-        self.native.submit(job, run)
+        self.native.submit(job, eager.run)
         try:
-            self.native.wait(run)
-            run.outputs()
+            eager.do()
+            eager.run.outputs()
         except _C.Cancelled:
             raise
         except RuntimeError as error:
@@ -352,24 +384,35 @@ class Engine:
 
     # -- work that is not captured
 
-    def lends_lanes(self) -> bool:
-        """Return True if the calling thread must do eager work itself, while a lane waits, because it has a time limit."""
-        # Not on a GPU, where a lane's work must be issued to its stream.
-        return has_limit() and self.device.type == "cpu"
+    def lends_lanes(self, job: int) -> bool:
+        """Return True if a lane must wait while the calling thread does eager work of ``job``, in place of handing itself over."""
+        # It goes on without a thread that has a time limit and hangs, and sleeps for an opportunistic job, whose thread must hear
+        # Ctrl-C. Not on a GPU, where a lane's work must be issued to its stream.
+        return self.device.type == "cpu" and (has_limit() or self.reservations.policy_of(job).opportunistic)
+
+    def threads_of_a_lane(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the calling thread has as many intra-op threads as a lane."""
+        before = torch.get_num_threads()
+        return _AS_IT_IS if before == self.threads_per_lane else _threads_here(self.threads_per_lane, before)
+
+    @property
+    def inside(self) -> bool:
+        """True if the calling thread runs a step of this engine."""
+        return self.native.on_a_lane or threading.get_ident() in self.lent_to
 
     def refuse_inside(self, what: str) -> None:
         """Raise InvalidJobError if the calling thread runs a step of this engine: ``what`` would wait for that step for ever."""
-        if self.native.on_a_lane:
+        if self.inside:
             raise InvalidJobError(
                 f"{what} cannot run inside of a step of its own engine: it would wait for the lane and the memory that "
                 "this one holds; call it before or after that step, or make it outside of the engine"
             )
 
-    def run_eager(self, job: int, work: Callable[[], Any], height: int | None, by_caller: bool = False) -> tuple[Any, int]:
-        """Run ``work`` on a lane, or ``by_caller`` in the place of one, as one group; return its result and its measured height in bytes.
+    def run_eager(self, job: int, work: Callable[[], Any], height: int | None) -> tuple[Any, int]:
+        """Run ``work`` on the calling thread, in the place of a lane, as one group; return its result and its measured height.
 
-        Where its ``height`` in bytes is not known the work runs in the reserve, one job at a time. A calling thread that has a
-        time limit does the work itself, while the lane waits (``lends_lanes``). Raises what the work raises, and JobCancelled.
+        Heights are in bytes; where ``height`` is not known the work runs in the reserve, one job at a time. Raises what the work
+        raises, and JobCancelled.
         """
         self.refuse_inside(f"eager work of job {self.names[job]!r}")
         box: list[tuple[Any, int]] = []
@@ -381,15 +424,11 @@ class Engine:
             if height is None:
                 with time_does_not_count():
                     turn.enter_context(self._eager)
-            lent = LentLane(task) if self.lends_lanes() else None
-            run = _C.opaque_run(height or 0, lent or task)
-            run.by_caller = by_caller and lent is None
+            eager = EagerWork(self, job, height or 0, task)
             try:
-                self.native.submit(job, run)
-                if lent is not None:
-                    lent.use(run)
-                self.native.wait(run)
-                run.outputs()
+                self.native.submit(job, eager.run)
+                eager.do()
+                eager.run.outputs()
             except _C.Cancelled as error:
                 raise JobCancelled(str(error)) from None
         return box[0]
@@ -400,7 +439,7 @@ class Engine:
 
     def close(self) -> None:
         """End the lanes; queued steps fail. Closing twice is no error. Raises RuntimeError inside of a step of this engine."""
-        if self.native.on_a_lane:
+        if self.inside:
             raise RuntimeError(
                 "an engine cannot be closed inside of a step that it runs, because it would wait for the end of "
                 "that step; close it after the step"
@@ -418,6 +457,18 @@ class Engine:
         self.close()
 
 
+_AS_IT_IS = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _threads_here(count: int, before: int) -> Iterator[None]:
+    _C.set_threads_here(count)
+    try:
+        yield
+    finally:
+        _C.set_threads_here(before)
+
+
 def _native(settings: dict[str, Any], arenas: bool) -> _C.Engine:
     try:
         return _C.Engine(**settings, arenas=arenas)
@@ -427,9 +478,9 @@ def _native(settings: dict[str, Any], arenas: bool) -> _C.Engine:
 
 
 def current_engine() -> Engine | None:
-    """Return the engine that the calling thread's work belongs to (``within``), or None."""
+    """Return the engine that the calling thread's work belongs to (``within``), or None; None inside of a step that it runs."""
     engine: Engine | None = here.engine
-    return engine
+    return None if engine is not None and engine.inside else engine
 
 
 @contextlib.contextmanager
@@ -445,5 +496,4 @@ def within(engine: Engine, worker: int | None = None) -> Iterator[None]:
 
 def current_device() -> torch.device:
     """Return the device of the engine that the calling thread's work belongs to; ``cpu`` if there is none."""
-    engine = current_engine()
-    return engine.device if engine is not None else torch.device("cpu")
+    return here.engine.device if here.engine is not None else torch.device("cpu")

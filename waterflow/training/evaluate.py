@@ -140,14 +140,14 @@ def _within(device: torch.device, model: nn.Module, batch: Any, metrics: Any) ->
 @contextlib.contextmanager
 def _on_lane(model: nn.Module) -> Iterator[Run]:
     engine = current_engine()
-    if engine is None or evaluating() or engine.native.on_a_lane:
+    if engine is None or evaluating() or engine.inside:
         yield lambda work, size: work()
         return
     steps = [step for step in [*made_here.steps] if isinstance(step, Step) and step.engine is engine and step.job is not None]
     if not steps:
         job = engine.add_job("evaluate()")
         try:
-            yield lambda work, size: taken(engine.run_eager(job, work, None, by_caller=True)[0])
+            yield lambda work, size: taken(engine.run_eager(job, work, None)[0])
         finally:
             engine.remove_job(job)
         return
@@ -158,7 +158,7 @@ def _on_lane(model: nn.Module) -> Iterator[Run]:
         began = step.account.begin_call()
         try:
             with step.account.spending("evaluation"):
-                return taken(lane.run(engine, step, work, size, by_caller=True))
+                return taken(lane.run(engine, step, work, size))
         finally:
             step.account.end_call(began)
 

@@ -1,4 +1,4 @@
-"""A job's ``evaluate``: on a lane, beside the steps of other jobs."""
+"""A job's ``evaluate``: in the place of a lane, beside the steps of other jobs."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Evaluation:
 
 
 class OnLane:
-    """Runs work of a job that is no step of it on a lane, in the memory that it was measured to need.
+    """Runs work of a job that is no step of it in the place of a lane, in the memory that it was measured to need.
 
     ``what`` names the work in messages.
     """
@@ -106,7 +106,7 @@ class OnLane:
         self._size = 0
         self._plan: Plan | None = None  # of the job's last step
 
-    def run(self, engine: Engine, step: Step, work: Callable[[], Any], size: int = 0, by_caller: bool = False) -> Any:
+    def run(self, engine: Engine, step: Step, work: Callable[[], Any], size: int = 0) -> Any:
         """Run ``work`` as ``Engine.run_eager`` does, for an input of ``size`` bytes; no step of ``step`` may be under way.
 
         Raises MemoryLimitError and JobCancelled.
@@ -117,7 +117,7 @@ class OnLane:
         if self._height is not None and size <= self._size:
             self._claim(engine, step, self._height)
             known = self._height
-        result, height = engine.run_eager(step.job, work, known, by_caller)
+        result, height = engine.run_eager(step.job, work, known)
         self._height, self._size = max(height, self._height or 0), max(size, self._size)
         with contextlib.suppress(RuntimeError):
             self._plan = step.plan

@@ -126,7 +126,7 @@ class JobRunner:
             step = self.step
         if step is not None and step.job is not None and self.engine is not None:
             with contextlib.suppress(ValueError):  # it has left already
-                self.engine.native.cancel(step.job, reason)
+                self.engine.cancel(step.job, reason)
 
     def snapshot(self, timeout: float | None = None) -> Checkpoint:
         """Return a copy of the job's whole state after its current step. Later steps wait for the copy.

@@ -65,8 +65,6 @@ def step_of(
         engine=engine,
     )
     step.batches_ahead = STEPS_AHEAD
-    # With read_ahead a lane runs eager steps, so that this thread can read the next batch meanwhile.
-    step.eager_at_once = job.read_ahead is not True
     return step
 
 
@@ -132,7 +130,7 @@ def between_steps(batches: Iterator[Any], steps: StepQueue, name: str, account: 
             logger.warning(
                 "job %r has spent %.0f %% of its time reading batches between its steps, as its data runs code that may depend on "
                 "the model, or write batches to the memory of earlier ones. If it does neither, Job(read_ahead=True) reads "
-                "while steps run",
+                "while captured steps run",
                 name,
                 100 * reading / seconds,
             )

@@ -130,33 +130,43 @@ def test_data_that_depends_on_the_step_before(kind: str, opaque: bool) -> None:
         assert list(result.losses) == expected
 
 
-class Counting:
-    """Says how many batches were read, and holds the reader up at one of them."""
+class Counting(wf.Callback):
+    """Data that counts the batches that it gave, and the steps at each reading whose results were not taken."""
 
     def __init__(self) -> None:
-        self.read = 0
+        self.read, self.under_way = 0, list[int]()
+
+    def on_job_start(self, job: wf.Job, runner: Any) -> None:
+        self.runner = runner
 
     def __iter__(self) -> Iterator[Any]:
         for batch in images(30):
             self.read += 1
+            self.under_way.append(self.runner.begun - self.runner.steps)
             yield batch
 
 
-@pytest.mark.needs_time("what lasts a moment lets others run beside it")
 @pytest.mark.parametrize("ahead", [None, False, True])
 def test_a_job_can_say_that_its_data_may_be_read_ahead(ahead: bool | None) -> None:
-    data, most = Counting(), []
+    data = Counting()
+    settings: dict[str, Any] = {"optimizer": adamw, "loss": F.cross_entropy, "seed": 0, "read_ahead": ahead}
+    wf.train(wf.Job("one", model=lambda: nn.Linear(6, 4), data=data, **settings), memory="1GiB", callbacks=[data])
+    assert (max(data.under_way) > 0) is (ahead is True)
+
+
+@pytest.mark.parametrize("ahead", [None, True])
+def test_nothing_is_read_beside_an_eager_step(ahead: bool | None) -> None:
+    """It runs on the job's own thread, which reads the data."""
+    data, read = Counting(), []
 
     def step(model: nn.Module, batch: Any) -> torch.Tensor:
-        time.sleep(0.002)
-        most.append(data.read)
+        read.append(data.read)
         loss = F.cross_entropy(model(batch[0]), batch[1])
         return loss * (1 if loss.item() < 1e9 else 2)
 
     job = wf.Job("one", model=lambda: nn.Linear(6, 4), data=data, step=step, optimizer=adamw, seed=0, read_ahead=ahead)
-    wf.train([job], memory="1GiB")
-    seen = [read - number for number, read in enumerate(most[-30:], 1)]
-    assert max(seen) == 0 if not ahead else max(seen) > 0
+    wf.train(job, memory="1GiB", callbacks=[data])
+    assert read[-30:] == [*range(1, 31)]
 
 
 def test_read_ahead_is_checked() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from waterflow import _C
 from waterflow.errors import InvalidJobError, JobCancelled, WaterflowError
 from waterflow.executor.cancel import doing
+from waterflow.executor.engine import EagerWork, Engine
 from waterflow.executor.program.capture_cache import persistent_bytes, storage_bytes
 from waterflow.executor.rng import own_numbers
 from waterflow.partition.capture.optimizers import WATCHER, captured_form, hooks_of, parameters_of
@@ -22,9 +23,6 @@ from waterflow.partition.capture.spec import StepSpec, split_result
 from waterflow.partition.capture.substitution import in_forward
 from waterflow.partition.guards.step_key import flat_leaves
 from waterflow.partition.plan.plan import Plan, opaque_plan
-
-if TYPE_CHECKING:
-    from waterflow.executor.engine import Engine
 
 # The first eager steps are metered, and then one of many: counting bytes takes a notable part of the time of a small step.
 FIRST_METERED, METERED_EVERY = 3, 32
@@ -194,18 +192,16 @@ class EagerStep:
             known = self.plan_before = opaque_plan(self._name, height, persistent=persistent, batch=batch)
         return known
 
-    def on_lane(self, engine: Engine, job: int, batch: Any, update: bool, surrounding: torch.dtype | None) -> Any:
-        """Run the job's only step under way on the calling thread, by the plan of the one before. Raises what the step raises."""
+    def admitted(self, engine: Engine, job: int, batch: Any, update: bool, surrounding: torch.dtype | None) -> Any:
+        """Run the job's only step under way in the place of a lane, by the plan of the one before. Raises what the step raises."""
         plan = self.plan_before
         assert plan is not None
         returned: list[Any] = []
-        run = _C.opaque_run(plan.height, lambda: returned.append(self(batch, update, surrounding)))
-        # A caller that waits runs the step itself, in the place of a lane: 16 us instead of 69 for a step of 7 us.
-        run.by_caller = True
-        engine.submit(job, run, plan, None)
+        work = EagerWork(engine, job, plan.height, lambda: returned.append(self(batch, update, surrounding)))
+        engine.submit(job, work.run, plan, None)
         try:
-            engine.native.wait(run)
-            run.outputs()
+            work.do()
+            work.run.outputs()
         except _C.Cancelled as error:
             raise JobCancelled(str(error)) from None
         engine.poll(job)

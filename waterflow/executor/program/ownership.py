@@ -168,7 +168,7 @@ def cancel_steps(steps: weakref.WeakSet[Any], reason: str) -> None:
     for step in _copied(steps):
         if step.engine is not None and step.job is not None:
             with contextlib.suppress(ValueError):  # the job has left the engine meanwhile
-                step.engine.native.cancel(step.job, reason)
+                step.engine.cancel(step.job, reason)
 
 
 def _copied(steps: weakref.WeakSet[Any]) -> list[Any]:
