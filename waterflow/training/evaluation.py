@@ -144,11 +144,3 @@ class OnLane:
                 needed=error.needed,
                 limit=error.limit,
             ) from None
-
-
-def step_scheduler(scheduler: Any, metrics: Metrics) -> None:
-    """Step a learning-rate scheduler after an epoch; ReduceLROnPlateau gets the first metric."""
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        scheduler.step(next(iter(metrics.values())))
-    else:
-        scheduler.step()

@@ -28,9 +28,10 @@ from waterflow.step import Step
 from waterflow.training.build import model_of, optimizer_of
 from waterflow.training.checkpoint import Checkpoint
 from waterflow.training.engine_lease import EngineLease
-from waterflow.training.evaluation import Evaluation, step_scheduler
+from waterflow.training.evaluation import Evaluation
 from waterflow.training.job_state import JobState, check_same_job, progress_of, put_progress
 from waterflow.training.safepoint import Safepoint, State
+from waterflow.training.schedulers import of_numbers, step_after_epoch
 from waterflow.training.step_queue import STEPS_AHEAD, StepQueue, between_steps, step_of, steps_ahead
 
 
@@ -361,7 +362,7 @@ class JobRunner:
             self._metrics.append(metrics)
             if self._scheduler is not None and self.job.scheduler_interval == "epoch":
                 with own_numbers(*self._setting_numbers):
-                    step_scheduler(self._scheduler, metrics)
+                    step_after_epoch(self._scheduler, metrics)
             self._epoch, self._epoch_began = epoch + 1, len(self._losses)
             if self._on_epoch is not None:
                 self._between = True
@@ -401,10 +402,7 @@ class JobRunner:
                     continue
                 steps.add(pending)
                 if self._scheduler is not None and self.job.scheduler_interval == "step":
-                    # The update is queued; without the flag schedulers warn of a missing optimizer.step().
-                    self.step.optimizer._opt_called = True  # type: ignore[attr-defined]
-                    with own_numbers(*self._setting_numbers):
-                        self._scheduler.step()
+                    self._step_scheduler(self.step.optimizer)
                 if len(steps) >= ahead:
                     if ahead == STEPS_AHEAD:
                         ahead = steps_ahead(self.step, self.engine)
@@ -418,6 +416,14 @@ class JobRunner:
         finally:
             self._losses += steps.losses()
         return self._losses[self._epoch_began :]
+
+    def _step_scheduler(self, optimizer: Any) -> None:
+        if not of_numbers(self._scheduler):
+            self._steps.take_all()
+        # The update may be only queued: without the flag schedulers warn of a missing optimizer.step().
+        optimizer._opt_called = True
+        with own_numbers(*self._setting_numbers):
+            self._scheduler.step()
 
     def _submit(self, batch: Any) -> StepFuture | Done | None:
         assert self.step is not None
