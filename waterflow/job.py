@@ -55,7 +55,7 @@ class Job:
             operation that gets tensors of the CPU beside the model's is given copies on the GPU.
         read_ahead: True if a batch may be read while earlier steps still run: it depends on no model, and the next batch is not
             written to its memory. ``None`` reads ahead only data of which that is known: lists, tensors, torch's own data
-            sets in a DataLoader, and a DataLoader with workers. No batch is read beside a step that runs eagerly.
+            sets in a DataLoader, and a DataLoader with workers. No batch is read beside a step that runs eagerly, or writes to its data.
         epochs: The number of passes over the data.
         seed: Seed of initialization, shuffling and dropout, on the CPU and on a GPU. Default: drawn from torch's generator.
         accumulate, clip_grad_norm, clip_grad_value, autocast, recompute: As in ``Step``.

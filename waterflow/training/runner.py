@@ -16,6 +16,7 @@ from torch import nn
 from waterflow.errors import CheckpointError, InvalidJobError, JobCancelled
 from waterflow.executor.cancel import UserCode, let_go, limited, time_does_not_count
 from waterflow.executor.data.loader import Batches
+from waterflow.executor.data.memory import DataMemory
 from waterflow.executor.data.sharded import ShardedBatches
 from waterflow.executor.data.shared import Reader, SharedData
 from waterflow.executor.engine import Engine
@@ -93,6 +94,7 @@ class JobRunner:
         self._metrics: list[Metrics] = []
         self._epoch = self._epoch_began = 0  # epochs done, and the steps before
         self._batches: Batches | Reader | None = None
+        self._memory: DataMemory | None = None
         self._thread: int | None = None
         self._scheduler: Any = None
         self._user_code = UserCode()
@@ -243,7 +245,7 @@ class JobRunner:
             self.step.close()
         if error is not None:  # its frames keep this object: drop what holds memory or workers
             let_go(error)
-            self.step = self._batches = self._scheduler = self._state = None
+            self.step = self._batches = self._memory = self._scheduler = self._state = None
 
     def _build(self) -> None:
         job = self.job
@@ -259,6 +261,7 @@ class JobRunner:
                 self._batches = ShardedBatches(*given, shards=job.shards, seed=self._seed, on_device=on_device)
             else:
                 self._batches = Batches(*given, read_ahead=job.read_ahead, on_device=on_device)
+        self._memory = DataMemory(self._batches.source)  # type: ignore[union-attr]
         self._make_step(model, optimizer)
 
     def _make_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -380,12 +383,13 @@ class JobRunner:
             self._preempt()
 
     def _train_epoch(self) -> list[float]:
-        assert self.step is not None and self._batches is not None
-        steps = self._steps
+        assert self.step is not None and self._batches is not None and self._memory is not None
+        steps, memory = self._steps, self._memory
         # While queued steps run this thread loads the next batch. A loader thread of its own only added hand-overs of
         # the interpreter lock.
         ahead = steps_ahead(self.step, self.engine)
         batches = self._account.reading(self._batches.epoch(), self._batches.loading)
+        memory.new_pass()
         if not self._batches.reads_ahead:
             batches = between_steps(batches, steps, self.job.name, self._account)
         try:
@@ -401,6 +405,9 @@ class JobRunner:
                     self._batches.put_back(batch)
                     continue
                 steps.add(pending)
+                bound = pending.bound_step if isinstance(pending, StepFuture) else None  # None: it has run eagerly, and ended
+                if bound is not None and self._batches.reads_ahead and memory.written_by(bound):
+                    steps.take_all()
                 if self._scheduler is not None and self.job.scheduler_interval == "step":
                     self._step_scheduler(self.step.optimizer)
                 if len(steps) >= ahead:

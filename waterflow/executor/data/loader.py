@@ -107,10 +107,16 @@ def may_read_ahead(source: Any) -> bool:
         (type(source) is DataLoader or (type(source) is rows.DataLoader and source.batch_transform is None))
         and source.collate_fn is default_collate
         and source.batch_sampler is not None  # rows are copied into a batch
-        and type(source.batch_sampler) in _SAMPLERS
-        and type(source.sampler) in _SAMPLERS
+        and _is_torchs(source.batch_sampler)
+        and _is_torchs(source.sampler)
         and user_data(source) is None
     )
+
+
+def _is_torchs(sampler: Any) -> bool:
+    inner = sampler.sampler if type(sampler) is BatchSampler else None
+    chosen = sampler.indices if type(sampler) is SubsetRandomSampler else ()
+    return type(sampler) in _SAMPLERS and type(chosen) in rows.INDICES and (inner is None or _is_torchs(inner))
 
 
 def user_data(source: Any) -> Any:

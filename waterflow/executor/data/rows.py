@@ -18,6 +18,7 @@ from waterflow.errors import InvalidJobError
 
 _ROWS: tuple[Any, ...] = ((), {})  # what torch's data sets return, besides tensors
 _INTEGERS = {int, np.int64, np.int32}
+INDICES = {list, tuple, range, np.ndarray, torch.Tensor}  # kinds of Subset's indices that run no code of the user's
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -102,9 +103,11 @@ class SeededRows:
 
 
 def leaves_of(data: Any) -> Iterator[Any]:
-    """Yield the data sets of which torch's own containers make ``data``: itself, if it is none."""
+    """Yield the data sets of which torch's own containers make ``data``: itself, if it is none; and indices of the user's kind."""
     if type(data) in (Subset, SeededRows):
         yield from leaves_of(data.dataset)
+        if type(chosen := getattr(data, "indices", ())) not in INDICES:
+            yield chosen
     elif type(data) in (ConcatDataset, StackDataset):
         for part in data.datasets.values() if isinstance(data.datasets, dict) else data.datasets:
             yield from leaves_of(part)

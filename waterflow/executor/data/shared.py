@@ -190,6 +190,11 @@ class Reader:
     reads_ahead = True  # batches in memory that is written again were copied by ``_pass``
     own = OwnBatches(kept=False)
 
+    @property
+    def source(self) -> Any:
+        """The data that is read."""
+        return self.data._data
+
     def epoch(self) -> Iterator[Any]:
         """Yield the batches of the next pass over the data."""
         while (batch := self.data.take(self)) is not _END:

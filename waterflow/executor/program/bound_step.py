@@ -194,11 +194,23 @@ class BoundStep:
     changed_between: Ranges = field(default_factory=lambda: Ranges(()))
     guarded: bool = False  # there is such memory
     asked_not: Ranges = field(default_factory=lambda: Ranges(()))  # memory that the step changes: no answers from there
+    on_data: tuple[object, bool] | None = None  # the memory of the job's data as last seen, and if the step writes there
 
     @property
     def reduced(self) -> bool:
         """True if it runs in less memory than it needs."""
         return self.plans is not self.whole.plans
+
+    def written(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors beside its batch that the step may change, and that others can read."""
+        spec, inside = self.owner.spec, self.owner.tensors
+        yield from spec.updated().values()
+        yield from state_of(spec.optimizer)
+        for given in self.captured.changed_inputs:
+            if given.kind in ("parameter", "buffer"):
+                yield inside[given.name]
+            elif given.kind == "external":
+                yield self.owner.fingerprint.external_tensors[given.leaf]
 
     def answers(self, leaves: list[Any]) -> Answers:
         """Return the answers in the step's own key if the batch gives the same; else those of the key to look under next.

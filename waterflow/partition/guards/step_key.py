@@ -261,5 +261,5 @@ def ranges_of(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
 def extent_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes from the first element of a tensor to the end of its last one in memory."""
     if tensor.is_contiguous():
-        return tensor.numel() * tensor.element_size()
+        return tensor.nbytes
     return (1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))) * tensor.element_size()
