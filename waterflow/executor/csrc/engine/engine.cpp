@@ -260,17 +260,24 @@ bool Engine::grant(Job& job, Lane* here) {
 
 void Engine::offer_room(Lane* here) {
   if (stop_) return;  // lanes are ending
+  bool refused = false, again = false;
+  const auto granted = [&](Job& job) {
+    const bool done = grant(job, here);
+    again |= done && refused;  // that may be what those before it lacked: its next group is nearer its end
+    refused |= !done;
+    return done;
+  };
   if (admission_.anyone_waiting()) {
-    for (Id id : admission_.waiting()) grant(find(id), here);
+    for (Id id : admission_.waiting()) granted(find(id));
   }
   end_waits();
   const auto kept = kept_lanes();
   for (size_t i = 0; i < ready_.size();) {
     Job* job = ready_[i];
     const bool open = std::any_of(lanes_.begin(), lanes_.end(), [&](auto& lane) { return open_to(*lane, *job); });
-    if (!open || !grant(*job, here)) ++i;
+    if (!open || !granted(*job)) ++i;
   }
-  if (kept_lanes() < kept && !ready_.empty()) return offer_room(here);  // to those before it
+  if (again || (kept_lanes() < kept && !ready_.empty())) return offer_room(here);  // to those before it
   if (opportunistic_ > 0) watch_for_absence();
 }
 
@@ -706,7 +713,7 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
     const bool lowered = admission_.pending_capacity().has_value();
     const bool step_ended = admission_.complete(job.id);
     if (lane.shared_arena->planned(lane.end)) lane.shared_arena->grow(lane.end, admission_.held_by(job.id));
-    if (lowered && arenas_) keep_pages_within();
+    if ((lowered || kept) && arenas_) keep_pages_within();
     if (step_ended && behind && admission_.anyone_waiting()) offer_room(nullptr);  // the device may take a while yet
     if (step_ended) break;
     job.barriers[group + 1].arrive();  // the group before
@@ -751,7 +758,6 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
 void Engine::end_step(Job& job, StepRun& run, Dropped& dropped) {
   leave_ground(job);
   ++steps_done_;
-  if (arenas_) keep_pages_within();
   progress_ns_ += run.plan->expected_ns > 0 ? run.plan->expected_ns : run.busy_ns;
   ++job.steps;
   job.served_ns += run.busy_ns;
@@ -990,6 +996,7 @@ void Engine::leave_ground(Job& job) {
   admission_.release(job.id);
   if (job.lane >= 0) lanes_[job.lane]->shared_arena->finish(lanes_[job.lane]->end);
   if (admission_.capacity() < capacity_) grow_capacity();
+  if (arenas_) keep_pages_within();
 }
 
 // Pages stay behind a step, for the next one; what would be too much beside what is held elsewhere goes.
