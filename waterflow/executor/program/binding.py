@@ -14,7 +14,7 @@ from waterflow.partition.capture.optimizers import BY_ZERO, FIRST_STEP_FLAG, GRO
 from waterflow.partition.capture.spec import GraphInput, StepSpec
 from waterflow.partition.capture.trace import no_gradient
 from waterflow.partition.guards.cache_key import Fingerprint
-from waterflow.partition.guards.reads import Setting, Table
+from waterflow.partition.guards.reads import Held, Setting, Table
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,8 @@ def _guard_entries(guards: _C.Guards, captured: CapturedStep) -> None:
     for entry in captured.capture.entries:
         if isinstance(entry, Setting):
             guards.setting(entry.container)
+        elif isinstance(entry, Held):
+            entry.container.guard(guards)
         elif isinstance(entry, Table):
             guards.dict(entry.container)
         elif isinstance(entry.container, type):

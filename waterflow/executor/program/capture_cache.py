@@ -24,7 +24,7 @@ from waterflow.executor.rng import redirect
 from waterflow.executor.stats import Account
 from waterflow.partition.capture.leaks import LeavesTensors
 from waterflow.partition.capture.spec import GraphInput, StepSpec
-from waterflow.partition.capture.substitution import no_collections
+from waterflow.partition.capture.substitution import ChangesPackage, no_collections
 from waterflow.partition.capture.trace import Capture, capture_step
 from waterflow.partition.guards.batch_reads import LeafRead
 from waterflow.partition.guards.beside_leaves import NOTHING, Beside
@@ -526,7 +526,7 @@ class CaptureCache:
         try:
             try:
                 entry = make()
-            except (LeavesTensors, NewKind):
+            except (ChangesPackage, LeavesTensors, NewKind):
                 raise  # not lasting: the next time the step's cache is filled, or there is time for the capture
             except CaptureError as error:
                 entry = copy.copy(error)  # without its frames

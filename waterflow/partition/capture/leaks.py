@@ -1,8 +1,8 @@
 """Finds fake tensors that a step's code stored somewhere during its trace, and removes them.
 
-The places that the step's key was made from are restored by ``undisturbed`` (``substitution.py``). Other places, such
-as the cache of ``functools.lru_cache`` or a library's globals, are found through the garbage collector, from the fake
-tensors still alive.
+The places that the step's key was made from, and those that the trace has found in installed packages, are restored by
+``undisturbed`` (``substitution.py``). Other places, such as the cache of ``functools.lru_cache`` or the globals of a library
+that is not observed, are found through the garbage collector, from the fake tensors still alive.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ def _take_out(tensors: list[Any], young: Collection[int]) -> list[str]:
 
 
 def _clear(holder: Any, ids: Collection[int]) -> str:
-    # Removes only what leaves the holder as it was before the trace; a cache is emptied as a whole.
+    # Removes what leaves the holder as it was, if the trace has added to it; a cache is emptied as a whole. Observed code has
+    # changed nothing here: what it changes has been put back.
     if isinstance(holder, _Cache):
         holder.cache_clear()
         return f"the cache of {getattr(holder, '__qualname__', 'a function')}"

@@ -34,6 +34,7 @@ from waterflow.partition.capture.formulas import IN_EAGER
 from waterflow.partition.capture.reasons import DRAWN, ReadsValues, is_users_file
 from waterflow.partition.capture.spec import StepSpec
 from waterflow.partition.guards.cache_key import Fingerprint
+from waterflow.partition.guards.guarded_places import GuardedPlace
 from waterflow.partition.guards.trace_writes import TraceWrites
 
 
@@ -72,28 +73,37 @@ class ChangesItself(CaptureError):
     """The step changes an object that its code reads; some do so only in their first calls, while they fill caches."""
 
 
+class ChangesPackage(ChangesItself):
+    """The same of an object that an installed package holds. No key tells what it was, so the refusal is not remembered."""
+
+
 @contextlib.contextmanager
-def undisturbed(fingerprint: Fingerprint, stand_ins: Mapping[int, torch.Tensor], writes: TraceWrites) -> Iterator[None]:
+def undisturbed(
+    fingerprint: Fingerprint, stand_ins: Mapping[int, torch.Tensor], writes: TraceWrites
+) -> Iterator[list[tuple[GuardedPlace, Any]]]:
     """Restore, on exit, every place that the step's key was made from, and the states of random number generators.
 
     ``stand_ins`` maps the ``id`` of a real tensor to the tensor that the step was shown for it; it must be complete by
-    the end of the block. What by ``writes`` another thread has changed stays as it is. Raises ChangesItself where the
-    step changed more than tensors, and CaptureError where it drew from a generator outside of torch.
+    the end of the block. Yields the places with what was there, to which a trace adds those that it finds on its way.
+    What by ``writes`` another thread has changed stays as it is. Raises ChangesItself where the step changed more than
+    tensors, and CaptureError where it drew from a generator outside of torch.
     """
     before = [(look, look.contents()) for look in fingerprint.guarded_places if look.kept]
+    in_key = {id(look) for look, _ in before} - {id(look) for look, _ in fingerprint.found}
     drawn: list[tuple[str, Callable[[], Any], Callable[[Any], Any]]] = [
         ("Python's random numbers", random.getstate, random.setstate),
         ("NumPy's random numbers", *_NUMPY_STATE),
     ]
     drawn += [(f"the random numbers in {label}", *_state_of(source)) for label, source in fingerprint.generators]
     states = [read() for _, read, _ in drawn]
-    changed = ""
+    changed, refusal = "", ChangesItself
     try:
-        yield
+        yield before
     finally:
         for look, contents in before:
             key = look.put_back(contents, stand_ins, writes.wrote)
             if key is not None:
+                refusal = ChangesItself if id(look) in in_key else ChangesPackage
                 changed = ".".join(part for part in (look.label, key) if part)
         for (label, read, write), state in zip(drawn, states):
             if not _same_state(read(), state):
@@ -102,9 +112,7 @@ def undisturbed(fingerprint: Fingerprint, stand_ins: Mapping[int, torch.Tensor],
     if changed.startswith(("Python's", "NumPy's", "the random")):
         raise CaptureError(f"a step draws from {changed}; {DRAWN}")
     if changed:
-        raise ChangesItself(
-            f"a step changes {changed}; return a metric, make a tensor a buffer of the model, count after the step"
-        )
+        raise refusal(f"a step changes {changed}; return a metric, make a tensor a buffer of the model, count after the step")
 
 
 # Hooks of torch's that put a tensor into an attribute before each forward pass, and what does without one.

@@ -246,7 +246,7 @@ def _trace(
             unread.check(error)
             raise
         del tracer._graph, tracer.batch, tracer.batch_leaves
-        tracer.world.reads.alive.clear()
+        tracer.world.reads.forget()
         kept += (*tracer.fakes, *constants.values())
         kept += (value for node in graph.nodes for value in tensors_in(node.meta.get("val")))
     return tracer, graph, constants
@@ -451,7 +451,8 @@ class _StepTracer:
     def trace(self, way: Callable[[_StepTracer], Traced]) -> Traced:
         """Run the step once by ``way``, with the model, random states and autograd set up for a trace, and undone after it."""
         # Backward passes for a GPU else run on threads of their own, where user code is not observed.
-        with undisturbed(self.fingerprint, self.fakes_by_id, self.world.writes), torch.autograd.set_multithreading_enabled(False):
+        disturbed = undisturbed(self.fingerprint, self.fakes_by_id, self.world.writes)
+        with disturbed as self.world.reads.installed.before, torch.autograd.set_multithreading_enabled(False):
             try:
                 with rng_ops.shown(), as_in_eager(self.mode.refuse), self.mode, no_reports():
                     self._lay_out()

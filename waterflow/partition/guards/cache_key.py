@@ -36,7 +36,7 @@ from torch import nn
 from waterflow import _C
 from waterflow.errors import CaptureError
 from waterflow.partition.capture.reasons import advised
-from waterflow.partition.guards.code_refs import bodies, in_library, layout_of, mutable_bases, reads_of, slots_of
+from waterflow.partition.guards.code_refs import bodies, in_library, is_installed, layout_of, mutable_bases, reads_of, slots_of
 from waterflow.partition.guards.guarded_places import (
     MEMO,
     MISSING,
@@ -233,7 +233,8 @@ class Fingerprint:
     ``guarded_places`` are the places that it looked into. ``external_tensors`` are the tensors that it met beside
     parameters and buffers of the model ``own``, in an order that is the same for equal keys. ``generators`` are sources
     of random numbers. ``keep`` has objects that count by their address and must live as long as the key. ``opaque``
-    has, by ``id``, labels of the objects that it met and did not look into. It runs no user code.
+    has, by ``id``, labels of the objects that it met and did not look into. ``found`` are guarded places that a trace
+    has found (``installed.py``), with what was there. It runs no user code.
     """
 
     def __init__(self, own: nn.Module | None = None) -> None:
@@ -242,6 +243,7 @@ class Fingerprint:
         self.generators: list[tuple[str, Any]] = []
         self.keep: list[Any] = []
         self.opaque: dict[int, str] = {}
+        self.found: list[tuple[GuardedPlace, Any]] = []
         self._own = set() if own is None else {id(t) for t in (*own.modules(), *own.parameters(), *own.buffers())}
         self._seen: dict[int, int] = {}
         self._alive: list[Any] = []  # an address must not be given to another object while this is being built
@@ -341,7 +343,7 @@ class Fingerprint:
             return self._tensor(value)
         if issubclass(kind, type):
             return self.of_class(value)
-        if issubclass(kind, enum.Enum) and in_library(kind):
+        if issubclass(kind, enum.Enum) and in_library(kind) and not is_installed(kind):
             return ("enum", self.identity(kind), value._name_, exact(value._value_))
         if issubclass(kind, threading.local):
             where = self._where() or "the step"

@@ -170,6 +170,23 @@ def in_library(value: Any) -> bool:
     return isinstance(value, type) and is_library_class(value)
 
 
+def is_installed_code(code: types.CodeType, space: Mapping[str, Any]) -> bool:
+    """Return whether code that runs with these globals is an installed package's, and observed: no trusted library's."""
+    return not is_trusted(package_of(space.get("__name__"))) and is_library_code(code, space)
+
+
+def is_installed_space(space: Mapping[str, Any]) -> bool:
+    """Return whether a module with these globals is an installed package's, and no trusted library's."""
+    return not is_trusted(package_of(space.get("__name__"))) and is_library_space(space)
+
+
+def is_installed(value: Any) -> bool:
+    """Return whether a class or function is an installed package's, and no trusted library's."""
+    if isinstance(value, types.FunctionType):
+        return is_installed_code(value.__code__, value.__globals__)
+    return not is_trusted(package_of(value.__module__)) and is_library_class(value)
+
+
 class _Reader:
     def __init__(self, code: types.CodeType, names: dict[str, Read]) -> None:
         self.found: set[Read] = set()
@@ -296,14 +313,34 @@ def operators_with(code: types.CodeType) -> Iterator[tuple[Any, str, types.Funct
                 yield one, name, function
 
 
-# Their Python code runs unobserved. What it reads of its arguments, it may read all of.
+# Libraries whose Python code runs unobserved, each with what its functions and classes hold, beside code and constants,
+# in the version that was looked at. Any other package that is installed is observed.
+_LIBRARIES = {
+    "torch": "what it keeps is followed, guarded or refused by name (below, settings.py, rng_ops.py); 2.13",
+    "waterflow": "this library",
+    "numpy": "C code; settings are asked again, generators refused (settings.py); 2.4",
+    "torchvision": "names of weights, options of a kernel; 0.28",
+    "torchaudio": "nothing; 2.11",
+    "timm": "sizes of models as defaults of constructors; 1.0",
+    "transformers": "tables of classes and functions, which are guarded (reads.PACKAGES), options of configurations; 5.23",
+    "diffusers": "tables as in transformers; 0.42",
+    "peft": "names of layers by kind of model, and layers by class; 0.21",
+    "einops": "caches of what follows from its arguments; 0.8",
+    "opt_einsum": "tables of functions that find paths, of its module; 3.4",
+    **dict.fromkeys(
+        ("optree", "packaging", "sympy", "networkx", "mpmath", "filelock", "typing_extensions"),
+        "torch calls it while it traces, for sizes and containers; no step computes by it",
+    ),
+}
+# What they read of their arguments, they may read all of.
 PACKAGES = frozenset({
-    "torch", "torchvision", "torchaudio", "timm", "transformers", "diffusers", "peft", "einops", "opt_einsum", "numpy",
-    "math", "cmath", "operator", "_operator", "itertools", "functools", "_functools", "collections", "_collections",
-    "_collections_abc", "copy", "copyreg", "dataclasses", "enum", "typing", "typing_extensions", "abc", "_abc", "contextlib",
-    "numbers", "types", "string", "_string", "re", "fractions", "statistics", "_statistics", "heapq",
-    "_heapq", "bisect", "_bisect", "warnings", "_warnings", "waterflow", "optree", "packaging", "sympy", "networkx", "mpmath", "filelock",
+    *_LIBRARIES, "math", "cmath", "operator", "_operator", "itertools", "functools", "_functools", "collections", "_collections",
+    "_collections_abc", "copy", "copyreg", "dataclasses", "enum", "typing", "abc", "_abc", "contextlib", "numbers", "types",
+    "string", "_string", "re", "fractions", "statistics", "_statistics", "heapq", "_heapq", "bisect", "_bisect", "warnings",
+    "_warnings",
 })  # fmt: skip
+# Transformers calls its validators of configurations, which hold fields, set when a class is made; 2.4. A step must not call it.
+_ONLY_BY_LIBRARIES = frozenset({"huggingface_hub"})
 # Parts of them that keep, read or draw something.
 _WITH_STATE = (
     "torch.utils.data", "torch.utils.tensorboard", "torch.distributed", "torch.serialization", "torch.hub", "torch.optim",
@@ -352,6 +389,11 @@ _ITERTOOLS = frozenset(value for value in vars(itertools).values() if isinstance
 def package_of(module: Any) -> str:
     """Return the top-level package of a module's name; empty if it has none."""
     return module.partition(".")[0] if isinstance(module, str) else ""
+
+
+def is_trusted(package: str) -> bool:
+    """Return whether the code of a library's package runs unobserved: Python's own library, torch, and a few more."""
+    return package in PACKAGES or package in _ONLY_BY_LIBRARIES or package in sys.stdlib_module_names
 
 
 def is_pure_module(module: Any) -> bool:

@@ -78,6 +78,7 @@ def exact(value: Any) -> Any:
 
 Kind = Literal["dict", "entries", "items", "cell", "object", "slots", "function", "class", "memory"]
 MISSING = object()
+_VALUES = (type(None), bool, int, float, complex, str, bytes)
 _NONE: Mapping[int, Any] = types.MappingProxyType({})
 # The attribute in which torch keeps, for a function that Dynamo leaves alone, what it made at the first call, from any thread.
 MEMO = "__dynamo_disable"
@@ -149,6 +150,19 @@ class GuardedPlace:
         if kind == "class":
             return [(name, value) for name, value in vars(container).items() if name not in BOOKKEEPING]
         return np.ndarray.ravel(container).tolist() if _has_objects(container) else memory_of(container)
+
+    def holds(self, before: Any) -> bool:
+        """Return whether the place has the same objects as ``before``, or constants of the same bits."""
+        then, now = self._values(before), self._values(self.contents())
+        return len(then) == len(now) and all(
+            a is b or (type(a) in _VALUES and bool(exact(a) == exact(b))) for a, b in zip(then, now)
+        )
+
+    def _values(self, contents: Any) -> list[Any]:
+        if self.kind == "memory":
+            return [contents]
+        own, contents = (contents[:2], contents[2]) if self.kind == "object" else ((), contents)
+        return [*own, *(contents if self.kind == "items" else itertools.chain(*contents))]
 
     def put_back(self, before: Any, stand_ins: Mapping[int, Any] = _NONE, wrote: Wrote = _everything) -> str | None:
         """Undo what a trace changed. Returns the name of something that the step changes; None if it changes nothing.
@@ -315,7 +329,6 @@ def equal(old: Any, new: Any) -> bool:
 
 
 _OF_FX = vars(_symbolic_trace)
-_VALUES = (type(None), bool, int, float, complex, str, bytes)
 
 
 @dataclass(frozen=True)

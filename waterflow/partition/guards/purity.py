@@ -20,6 +20,7 @@ import builtins
 import contextlib
 import enum
 import functools
+import gc
 import operator
 import sys
 import types
@@ -37,14 +38,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from waterflow import _C
 from waterflow.errors import CaptureError
 from waterflow.partition.capture.reasons import advised
-from waterflow.partition.capture.substitution import no_collections
+from waterflow.partition.capture.substitution import ChangesPackage, no_collections
 from waterflow.partition.guards import code_refs, reads, settings
 from waterflow.partition.guards.batch_reads import StandIn, Unread, goes_to
 from waterflow.partition.guards.cache_key import Fingerprint
 from waterflow.partition.guards.code_refs import codes_within, in_library, is_library_code, operators_with, slots_of
 from waterflow.partition.guards.guarded_places import MISSING, pairs_of, slot_value
 from waterflow.partition.guards.observer import CannotObserve, Event, Kind, line_of, observing
-from waterflow.partition.guards.reads import ATOMS, FIXED_MODULES, NamedValue, Reads, Refused, is_atom, is_fixed, name_of
+from waterflow.partition.guards.reads import ATOMS, FIXED_MODULES, Held, NamedValue, Reads, Refused, is_atom, is_fixed, name_of
 from waterflow.partition.guards.trace_writes import TraceWrites
 
 _DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
@@ -55,6 +56,9 @@ _OF_CLASSES = frozenset(map(id, (isinstance, issubclass, callable)))
 _BY_NAME = {id(getattr): "read", id(hasattr): "read", id(setattr): "write", id(delattr): "write"}
 
 
+_IMPORTERS = frozenset(
+    {"importlib._bootstrap", "importlib._bootstrap_external", "_frozen_importlib", "_frozen_importlib_external"}
+)
 _Rules = dict[Kind, Callable[[tuple[Any, ...]], None]]
 
 
@@ -70,29 +74,32 @@ class ClosedWorld:
             if isinstance(value, enum.Enum) and not in_library(type(value)) and fingerprint.cover(value) is None:
                 self.reads.stranger(value, f"{value} of the batch")
         self._settings = {ask: ask() for ask in (settings.of_numpy, settings.of_warnings, settings.of_classes)}
-        self._libraries = {code_refs.package_of(type(one).__module__) for one in fingerprint.modules()}  # to be observed
         self._met: dict[int, tuple[types.CodeType, dict[str, Any]]] = {}
         self._known: set[types.CodeType] | None = None
+        self._importing: set[types.CodeType] = set()  # code of packages that ran while a module was imported
+        self._imported: set[str] = set()  # packages that the trace has imported
         self._refusal: CaptureError | None = None
 
     @property
     def entries(self) -> tuple[NamedValue, ...]:
         """The guards that the capture needs beside those of the fingerprint."""
-        return *self.reads.entries.values(), *reads.entries_of(self._met)
+        held = (Held(place, place.label, before) for place, before in self.reads.fingerprint.found)
+        return *self.reads.entries.values(), *reads.entries_of(self._met), *held
 
     def _make_rules(self) -> _Rules:
         works = (
-            Kind.SUPER, Kind.ITEM, Kind.DELETE_ITEM, Kind.SLICE, Kind.NEXT, Kind.SEND, Kind.AWAIT, Kind.LENGTH, Kind.CONTAINS,
+            Kind.ITEM, Kind.DELETE_ITEM, Kind.SLICE, Kind.NEXT, Kind.SEND, Kind.AWAIT, Kind.LENGTH, Kind.CONTAINS,
             Kind.COMPARE, Kind.BINARY, Kind.UNARY, Kind.TEST, Kind.HASH, Kind.FORMAT, Kind.LEAVE, Kind.RAISE, Kind.EXCEPT,
             Kind.INTRINSIC,
         )  # fmt: skip
         harmless = (
-            Kind.CELLS, Kind.CELL, Kind.DEREF, Kind.SET_DEREF, Kind.DELETE_DEREF, Kind.SET_NAME, Kind.DELETE_NAME,
-            Kind.FUNCTION, Kind.BUILD_CLASS, Kind.IMPORT,
+            Kind.CELLS, Kind.CELL, Kind.SET_NAME, Kind.DELETE_NAME, Kind.FUNCTION, Kind.BUILD_CLASS, Kind.IMPORT,
         )  # fmt: skip
         return {
             **dict.fromkeys(works, self._operates),
             **dict.fromkeys(harmless, self._harmless),
+            **dict.fromkeys((Kind.DEREF, Kind.SET_DEREF, Kind.DELETE_DEREF), self.reads.variable),
+            Kind.SUPER: self.reads.of_super,
             Kind.ATTRIBUTE: self.reads.attribute,
             Kind.IMPORT_FROM: self.reads.attribute,
             Kind.IDENTITY: self.reads.compared,
@@ -124,7 +131,7 @@ class ClosedWorld:
         dispatching, functions = len(_get_current_dispatch_mode_stack()), len(_get_current_function_mode_stack())
         try:
             rules = self._make_rules()
-            with no_collections(), observing(self.is_observed, functools.partial(self._check, rules), rules) as seen:
+            with no_collections(), observing(self._begins, functools.partial(self._check, rules), rules) as seen:
                 yield
         except CannotObserve as error:
             raise CaptureError(str(error)) from None
@@ -144,14 +151,36 @@ class ClosedWorld:
         """Return whether the operations of a function's frames are judged one by one.
 
         Frames of Python's own library and of torch are not: code that is not observed may call them, too. Calls to them
-        are judged. Other libraries are observed if the step contains a module of theirs, or calls them.
+        are judged. Nor are a few libraries (``code_refs.PACKAGES``). All other packages are, installed or not.
         """
         package = code_refs.package_of(space.get("__name__"))
         if not is_library_code(code, space):
             return not package.startswith("namedtuple_")
         if package in reads.PACKAGES:
             self._met[id(code)] = code, space
-        return package in self._libraries and package not in (sys.stdlib_module_names | code_refs.PACKAGES)
+        return not code_refs.is_trusted(package)
+
+    def _begins(self, code: types.CodeType, space: dict[str, Any]) -> bool:
+        # Asked before code runs for the first time in this trace: whether it is observed.
+        if not self.is_observed(code, space):
+            return False
+        if not is_library_code(code, space):
+            return True
+        package, caller = code_refs.package_of(space.get("__name__")), sys._getframe(2)
+        # Finders and loaders of modules are installed for the whole process, and are no part of the step.
+        if caller.f_code in self._importing or caller.f_globals.get("__name__") in _IMPORTERS:
+            self._importing.add(code)
+            self._imported.update([package] if code.co_name == "<module>" else [])
+            return False
+        why = None
+        if package in self._imported:
+            why = f"imports {package} for the first time; import it before the step"
+        elif gc.get_freeze_count():
+            why = f"runs code of {package}, and gc.freeze() hides what that holds; call gc.unfreeze() before the step"
+        if why is not None:
+            self._refusal = self._refusal or ChangesPackage(f"the step {why}")
+        self.reads.installed.search(package)
+        return True
 
     def _raise_refusal(self) -> None:
         # Taken out first: its traceback refers to this object.
@@ -181,6 +210,7 @@ class ClosedWorld:
             try:
                 if event.kind is Kind.ENTER:
                     self._frame(event.code, event.operands[0])
+                    self.reads.installed.entered(event.operands[0])
                 elif event.kind is Kind.IMPORT:
                     self.reads.imported(event.result)
             except Refused as why:
@@ -270,7 +300,7 @@ class ClosedWorld:
         raise Refused("executes an instruction that a capture does not know")
 
     def _harmless(self, operands: tuple[Any, ...]) -> None:
-        """The variables of functions, whose cells the fingerprint has looked into, or which the step made."""
+        """Names and cells that the step makes."""
 
     def _frame(self, code: types.CodeType, function: Any) -> None:
         # User code runs only if the fingerprint has met it, or if such code contains it. Anything else was reached by a
@@ -359,15 +389,14 @@ class ClosedWorld:
 
     def _function(self, called: types.FunctionType, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         self.reads.read(called)
-        package = code_refs.package_of(called.__globals__.get("__name__"))
-        if package not in sys.stdlib_module_names:
-            self._libraries.add(package)
         if self.is_observed(called.__code__, called.__globals__):
             return
         if given:
             # Library code is judged by its call alone: random draws and changes of mode must be caught here.
             reads.check_generator(given[0], called.__name__)
             reads.check_mode(called.__name__, *given[:2], *named.values())
+        if not code_refs.is_trusted(code_refs.package_of(called.__module__)):  # one that a package has wrapped
+            self.reads.wrapped(called)
         if not code_refs.is_pure_module(called.__globals__.get("__name__")):
             raise Refused(f"calls {called.__module__}.{called.__qualname__}, which is not known to be without state")
         if called.__name__ in code_refs.OF_TORCH and code_refs.package_of(called.__module__) == "torch":

@@ -6,10 +6,11 @@ Part of the judgement of a trace (``purity.py``).
 from __future__ import annotations
 
 import enum
+import inspect
 import random
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +21,12 @@ from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
 from waterflow import _C
+from waterflow.errors import CaptureError
 from waterflow.partition.guards import code_refs
 from waterflow.partition.guards.cache_key import Fingerprint
-from waterflow.partition.guards.code_refs import in_library, package_of
+from waterflow.partition.guards.code_refs import in_library, is_installed, is_installed_space, package_of
 from waterflow.partition.guards.guarded_places import exact, pairs_of
+from waterflow.partition.guards.installed import BOUND, Installed
 from waterflow.partition.guards.settings import Ask, same
 
 ATOMS = frozenset({
@@ -47,6 +50,8 @@ _SAID_NOWHERE = frozenset(
 )
 # Stand-ins have no gradient history.
 _HISTORY = frozenset({"grad", "_grad", "grad_fn", "is_leaf", "retains_grad"})
+# What looks up nothing, but in what it belongs to; functions are judged when they are called.
+_METHODS = (types.FunctionType, property, staticmethod, classmethod, types.MemberDescriptorType, types.GetSetDescriptorType)
 _HEAP_TYPE = 1 << 9  # of a class's flags (Py_TPFLAGS_HEAPTYPE): others cannot be changed from Python
 _NOTHING = object()
 _SHARED = {
@@ -82,6 +87,15 @@ class Setting(NamedValue):
         return same(self.container(), self.value)
 
 
+@dataclass(frozen=True)
+class Held(NamedValue):
+    """A place of an installed package, ``container``, that the step has used; ``value`` is what was there."""
+
+    def holds(self) -> bool:
+        """Return whether the same is there now."""
+        return bool(self.container.holds(self.value))
+
+
 # A BaseException: the user's code must not catch it with ``except Exception`` and go on.
 class Refused(BaseException):
     """An operation leaves the closed world; the message continues "the step ..."."""
@@ -98,17 +112,36 @@ class Reads:
         self.shown: Mapping[int, torch.Tensor] = {}  # the stand-ins of the step's own tensors, by their ids
         self.batch: dict[int, bool] = {}  # what the batch consists of, by id; whether the key tells it from the rest
         self._unlooked: dict[int, str] = {}
+        self.installed = Installed(fingerprint, ATOMS)
         self.alive: list[Any] = []
 
     def read(self, value: Any) -> None:
         """Judge an operation that looks into ``value``. Raises Refused where no guard covers what it may find."""
         if type(value) in ATOMS:
             return
+        if id(value) in self.installed.held:
+            self._look(self.installed.use, value)
         label = self._unlooked.get(id(value))
         if label is None and not is_fixed(value) and self.fingerprint.cover(value) == "identity":
             label = " ".join(filter(None, (self.fingerprint.opaque.get(id(value)), f"({name_of(value)})")))
         if label is not None:
             raise Refused(f"reads {label}, into which a capture cannot look")
+
+    def variable(self, operands: tuple[Any, ...]) -> None:
+        """Judge a use of a variable of an outer function; ``operands`` begin with its cell."""
+        if id(operands[0]) in self.installed.cells:
+            self._look(self.installed.variable, operands[0])
+
+    def wrapped(self, function: types.FunctionType) -> None:
+        """Judge a call of a library's function that has the name of another package's: what it wraps belongs to that package."""
+        self.installed.hold(function, name_of(function))
+        self.read(function)
+
+    def _look(self, use: Callable[[Any], None], value: Any) -> None:
+        try:
+            use(value)
+        except CaptureError as error:
+            raise Refused(f"uses what a package holds: {error}") from None
 
     def give(self, batch: Any, shown: Mapping[int, torch.Tensor], stand_ins: Iterable[torch.Tensor]) -> None:
         """Take over what the step is given in this trace.
@@ -132,6 +165,11 @@ class Reads:
             why = "let the batch say by a number what is asked"
             raise Refused(f"asks which object a part of its batch or a tensor is; {why}")
 
+    def forget(self) -> None:
+        """Let go of what the trace has met."""
+        self.alive.clear()
+        self.installed.forget()
+
     def looked_up(self, operands: tuple[Any, ...]) -> None:
         """Judge a lookup of keys, ``operands[1:]``, in a container, ``operands[0]``.
 
@@ -146,15 +184,17 @@ class Reads:
         self._unlooked[id(value)] = label
         self.alive.append(value)
 
-    def _entry(self, container: Any, name: str, value: Any, label: str) -> None:
-        # Guards an entry that was read of a module, or of a library's class. The guard compares identity, so a value
-        # that can change in place must not be used.
+    def _entry(self, container: Any, name: str, value: Any, label: str, installed: bool) -> None:
+        # Guards an entry that was read of a module, or of a library's function. The guard compares identity, so a value
+        # that can change in place must not be used, or is looked into then.
         if isinstance(container, dict) and self.fingerprint.cover(container, name) is not None:
             return
         if (id(container), name) not in self.entries:
             self.entries[id(container), name] = NamedValue(container, name, value)
-        if not self._is_constant(value):
-            self.stranger(value, label)
+        if installed and isinstance(value, BOUND):
+            self.installed.hold(value, label)
+        elif not self._is_constant(value):
+            (self.installed.hold if installed else self.stranger)(value, label)
 
     def _is_constant(self, value: Any) -> bool:
         if is_fixed(value) or is_atom(value) or self.fingerprint.cover(value) == "whole":
@@ -179,7 +219,7 @@ class Reads:
         """Guard a global or a builtin name that was read; ``operands`` are the dict that has it, and the name."""
         space, name = operands
         if name in space:
-            self._entry(space, name, space[name], f"the global {name}")
+            self._entry(space, name, space[name], f"the global {name}", is_installed_space(space))
 
     def imported(self, module: Any) -> None:
         """Guard the identity of a module that the step imported."""
@@ -199,23 +239,42 @@ class Reads:
         self.read(owner)
         if name in _WAYS_OUT:
             raise Refused(f"reads {name}, from which everything else can be reached")
+        if name in ("__dict__", "__annotations__") and isinstance(owner, (type, types.FunctionType)) and is_installed(owner):
+            raise Refused(f"reads {name} of {name_of(owner)}, which no key holds")
         if name in _SAID_NOWHERE and isinstance(owner, (type, types.FunctionType)) and not in_library(owner):
             raise Refused(f"reads {name} of {name_of(owner)}, which no key holds")
-        if isinstance(owner, type):
+        if type(owner) is super and (cls := getattr(owner, "__self_class__", None)) is not None:
+            self._of_installed(cls.__mro__[cls.__mro__.index(getattr(owner, "__thisclass__")) + 1 :], name)  # noqa: B009
+        elif isinstance(owner, type):
             self._of_class(owner, name, read=True)
+            self._of_installed(inspect.getmro(type(owner)), name)
+        elif isinstance(owner, types.CellType):
+            self.variable(operands)
         elif isinstance(owner, types.FunctionType):
-            if in_library(owner) and name in vars(owner):
-                self._entry(vars(owner), name, vars(owner)[name], f"{name_of(owner)}.{name}")
+            installed = is_installed(owner)
+            there = self._is_there(owner) if installed else in_library(owner)
+            if there and name in vars(owner):
+                self._entry(vars(owner), name, vars(owner)[name], f"{name_of(owner)}.{name}", installed)
         elif isinstance(owner, torch.Tensor) and (name in _TENSOR_SECRETS or (name in _HISTORY and id(owner) in self.stand_ins)):
             raise Refused(f"reads a tensor's {name}, which a trace does not have")
         elif not isinstance(owner, torch.Tensor) and type(owner) not in code_refs.TYPES:
             self._of_class(type(owner), name, read=False)
 
+    def of_super(self, operands: tuple[Any, ...]) -> None:
+        """Judge ``super().name``; ``operands`` are the object or class, the name, and the class whose bases are meant."""
+        owner, name, below = operands[:3]
+        self.read(owner)
+        self.attribute((super(below, owner), name))
+
+    def _is_there(self, function: types.FunctionType) -> bool:
+        self.installed.search(package_of(function.__globals__.get("__name__")))
+        return self.installed.is_there(function)
+
     def _of_module(self, module: types.ModuleType, name: str) -> None:
         label = f"{module.__name__}.{name}"
         space = vars(module)
         if name in space:
-            self._entry(space, name, space[name], label)
+            self._entry(space, name, space[name], label, is_installed_space(space))
         elif type(module) is types.ModuleType and not hasattr(module, name):
             self.entries.setdefault((id(space), name), NamedValue(space, name, _NOTHING))
         elif name != "*" and not _is_lazy(module):
@@ -226,15 +285,31 @@ class Reads:
         for base in cls.__mro__:
             if name in vars(base):
                 value = vars(base)[name]
-                if in_library(base) and isinstance(value, property) and not code_refs.is_pure_class(base):
+                seen = isinstance(value, property) and isinstance(value.fget, types.FunctionType) and is_installed(value.fget)
+                if in_library(base) and isinstance(value, property) and not seen and not code_refs.is_pure_class(base):
                     raise Refused(f"reads {name} of a {base.__module__}.{base.__qualname__}, which computes it")
                 known = in_library(base) or base in self._given
                 if known and self.fingerprint.cover(base) != "whole" and base.__flags__ & _HEAP_TYPE:
+                    if is_installed(base):
+                        self._of_installed((base,), name)
+                        return
                     self.entries.setdefault((id(base), name), NamedValue(base, name, value))
                     shown = read or base in self._given
                     if shown and not self._is_constant(value) and not hasattr(type(value), "__get__"):
                         self.stranger(value, f"{base.__qualname__}.{name}")
                 return
+
+    def _of_installed(self, bases: Iterable[type], name: str) -> None:
+        # What computes an attribute is called by Python itself, which nobody sees; so it is looked into at once.
+        base = next((one for one in bases if name in vars(one)), None)
+        if base is None or not is_installed(base):
+            return
+        value = vars(base)[name]
+        self.entries.setdefault((id(base), name), NamedValue(base, name, value))
+        if not isinstance(value, _METHODS):
+            self.installed.hold(value, f"{base.__module__}.{base.__qualname__}.{name}")
+            if hasattr(type(value), "__get__"):
+                self.read(value)
 
     def set_attribute(self, operands: tuple[Any, ...]) -> None:
         """Judge a write or a deletion of an attribute; ``operands`` begin with the owner and the name.
@@ -245,6 +320,11 @@ class Reads:
         owner, name = operands[0], operands[1]
         if isinstance(owner, types.ModuleType) or (isinstance(owner, type) and in_library(owner)):
             raise Refused(f"changes {name_of(owner)}.{name}")
+        unmet = isinstance(owner, types.FunctionType) and is_installed(owner) and self.fingerprint.cover(owner) is None
+        if unmet and self._is_there(owner):
+            raise Refused(f"changes {name_of(owner)}.{name}")
+        if isinstance(owner, types.CellType):
+            self.variable(operands)
         self.read(owner)
         # The mode of a shared part is not put back: an equal job on another thread may have set it.
         if name == "training" and isinstance(owner, nn.Module):
@@ -275,7 +355,7 @@ def _is_lazy(module: types.ModuleType) -> bool:
 def is_fixed(value: Any) -> bool:
     """Return whether an object has nothing that can change."""
     if isinstance(value, enum.Enum):  # a user's may have attributes
-        return in_library(type(value))
+        return in_library(type(value)) and not is_installed(type(value))
     return isinstance(value, _FIXED) or type(value).__module__ in FIXED_MODULES
 
 
