@@ -45,6 +45,7 @@ def peeking(model: nn.Module, batch: Any) -> Any:
     return (loss if loss.item() > 0 else -loss), {"twice": 2 * loss}
 
 
+early_by_value = nn.utils.clip_grad_value_
 early = nn.utils.clip_grad_norm_  # as whoever has imported it before any step
 KINDS: dict[str, dict[str, Any]] = {"captured": {}, "eager": {"loss": None, "step": peeking}}
 
@@ -101,6 +102,78 @@ def test_scalers_scale_what_comes_from_elsewhere() -> None:
     assert not all(torch.equal(p, old) for p, old in zip(model.parameters(), before))
 
 
+def penalty(model: nn.Module) -> torch.Tensor:
+    return 1e-2 * sum(p.abs().sum() for p in model.parameters())  # type: ignore[return-value]
+
+
+SUMS: dict[str, Callable[[torch.Tensor, nn.Module], torch.Tensor]] = {
+    "before": lambda loss, model: loss + penalty(model),
+    "behind": lambda loss, model: penalty(model) + loss,
+    "less": lambda loss, model: loss - penalty(model),
+    "half": lambda loss, model: (0.5 * loss + 2 * penalty(model)) / 2,
+    "stacked": lambda loss, model: torch.stack([loss, penalty(model)]).sum(),
+    "summed": lambda loss, model: sum([loss, penalty(model), penalty(model)]),  # type: ignore[return-value]
+    "forward": lambda loss, model: loss + model(images(1)[0][0]).square().mean(),
+    "scaled": lambda loss, model: torch.amp.GradScaler("cpu").scale(loss + penalty(model)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", SUMS)
+def test_a_backward_pass_of_a_sum_with_a_loss_is_told_once(how: str, kind: str) -> None:
+    model, optimizer, step = made(**KINDS[kind])
+    with pytest.warns(UserWarning, match=r"backward\(\) of a sum .* Add penalties to the loss inside the step") as caught:
+        for batch in images(3):
+            optimizer.zero_grad()
+            returned = step(batch)
+            SUMS[how](returned[0] if kind == "eager" else returned, model).backward()
+            optimizer.step()
+    assert len(caught) == 1 and caught[0].filename == __file__
+    if kind == "captured":
+        assert step.opaque_reason is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_trained_beside_a_step_without_its_loss_says_nothing(kind: str) -> None:
+    """A generator against a step's model, a second model with a constant in its loss, metrics of losses, hand-made updates."""
+    discriminator, own, step = made(**KINDS[kind])
+    generator = nn.Linear(6, 6)
+    optimizer = AdamW(generator.parameters(), lr=0.01)
+    other = RMSprop((second := Net()).parameters(), lr=0.01)
+    total = torch.zeros(())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for x, y in images(3):
+            returned = step((x, y))
+            loss = returned[0] if kind == "eager" else returned
+            (F.cross_entropy(discriminator(generator(x)), y) + 0.1 * generator.weight.square().sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            (loss + F.cross_entropy(second(x), y)).backward()  # a number for another model
+            nn.utils.clip_grad_norm_(second.parameters(), 1.0)
+            nn.utils.clip_grad_value_(second.parameters(), 1.0)
+            other.step()
+            other.zero_grad()
+            with torch.no_grad():
+                total += loss
+            own.zero_grad()
+            (F.cross_entropy(discriminator(x), y) / 2).backward()
+            own.step()
+
+
+def constant(model: nn.Module, batch: Any) -> Any:
+    loss = F.cross_entropy(model(batch[0]), batch[1]) + torch.ones(())
+    return loss if loss.item() > 0 else -loss
+
+
+def test_an_eager_step_may_add_what_has_no_gradient() -> None:
+    _, _, step = made(loss=None, step=constant)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(images(1)[0])
+    assert step.opaque_reason is not None
+
+
 # -- the optimizer
 
 
@@ -134,6 +207,20 @@ def test_clipping_by_hand_that_finds_no_gradient_is_told_once(kind: str) -> None
         early(model.parameters(), 1.0)
         nn.utils.clip_grad_norm_([*model.parameters()], 1.0)
     assert len(caught) == 1 and caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_clipping_by_value_and_a_scalers_step_are_told(kind: str) -> None:
+    model, optimizer, step = made(**KINDS[kind], clip_grad_value=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(images(1)[0])
+    with pytest.warns(UserWarning, match=r"clip_grad_value_\(\) found no gradient.*Step\(clip_grad_value=\)") as caught:
+        early_by_value(model.parameters(), 1.0)
+        nn.utils.clip_grad_value_([*model.parameters()], 1.0)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    with pytest.raises(wf.InvalidJobError, match="a step needs no GradScaler"):
+        torch.amp.GradScaler("cpu").step(optimizer)
 
 
 def test_clipping_of_ones_own_gradients_says_nothing() -> None:

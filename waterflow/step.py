@@ -24,7 +24,7 @@ from waterflow.executor.cancel import has_limit
 from waterflow.executor.data.copies import OwnBatches, brought
 from waterflow.executor.engine import EagerWork, Engine, current_engine, current_worker
 from waterflow.executor.memory_limit import parse_recompute
-from waterflow.executor.program import eager, ownership
+from waterflow.executor.program import beside, eager, ownership
 from waterflow.executor.program.bound_step import BoundStep, BoundSteps
 from waterflow.executor.program.capture_cache import CaptureBudget, NewKind, PlannedStep, storage_bytes
 from waterflow.executor.program.eager import wants_model
@@ -264,7 +264,7 @@ class Step:
         self._last_plan: Plan | None = None
         clips = {"clip_grad_norm": clip_grad_norm, "clip_grad_value": clip_grad_value}
         check_arguments(model, optimizer, accumulate, loss, step, clips, autocast)
-        ownership.watch(optimizer)
+        beside.watch(optimizer)
         ownership.add(optimizer)
         self.model, self.optimizer, self.accumulate = model, optimizer, accumulate
         self.opaque_reason: str | None = None
@@ -329,7 +329,7 @@ class Step:
         """Train on one batch and return the loss, or ``(loss, metrics)``; see the class."""
         ahead, began = len(self._under_way), self.account.begin_call()
         try:
-            return ownership.handed_out(self._submit(batch, self._on_gpu or torch.get_num_threads() == self._threads).result())
+            return beside.handed_out(self._submit(batch, self._on_gpu or torch.get_num_threads() == self._threads).result())
         except BaseException:
             # Ctrl-C may arrive after the step was submitted and before it is waited for: cancel it.
             if len(self._under_way) > ahead:

@@ -15,6 +15,7 @@ from waterflow import _C
 from waterflow.errors import InvalidJobError, JobCancelled, WaterflowError
 from waterflow.executor.cancel import doing
 from waterflow.executor.engine import EagerWork, Engine
+from waterflow.executor.program.beside import in_step
 from waterflow.executor.program.capture_cache import persistent_bytes, storage_bytes
 from waterflow.executor.rng import own_numbers
 from waterflow.partition.capture.optimizers import WATCHER, captured_form, hooks_of, parameters_of
@@ -227,6 +228,7 @@ class EagerStep:
 
         ``surrounding`` is the data type of the autocast around the caller, which may be on another thread.
         """
+        in_step.now = True
         try:
             return self._train(batch, update, surrounding)
         except Exception as error:
@@ -241,6 +243,8 @@ class EagerStep:
             if not isinstance(error, WaterflowError) and note not in getattr(error, "__notes__", ()):
                 error.add_note(note)
             raise
+        finally:
+            in_step.now = False
 
     def _train(self, batch: Any, update: bool, surrounding: torch.dtype | None) -> Any:
         spec = self._spec

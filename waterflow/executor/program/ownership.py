@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
-from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from waterflow.errors import CaptureError, InvalidJobError
 from waterflow.executor.program.binding import Owner
-from waterflow.partition.capture.optimizers import WATCHER
 from waterflow.partition.capture.spec import GraphInput
 
 
@@ -184,18 +179,24 @@ def close_steps_of_thread() -> None:
     made_here.steps.clear()
 
 
-# The optimizers of Steps that are alive. Each Step clears ``.grad`` of its parameters before its own backward pass.
-_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+# The optimizers of Steps that are alive, and the threads that made these. Each Step clears ``.grad`` of its parameters before its own
+# backward pass.
+_optimizers: weakref.WeakKeyDictionary[Optimizer, object] = weakref.WeakKeyDictionary()
 
 
 def add(optimizer: Optimizer) -> None:
-    """Register the optimizer of a Step."""
-    _optimizers.add(optimizer)
+    """Register the optimizer of a Step that the calling thread makes."""
+    _optimizers[optimizer] = _this.token
 
 
 def discard(optimizer: Optimizer) -> None:
     """Remove the optimizer of a Step that was closed."""
-    _optimizers.discard(optimizer)
+    _optimizers.pop(optimizer, None)
+
+
+def optimizers_here() -> list[Optimizer]:
+    """Return the optimizers of Steps that the calling thread has made."""
+    return [one for one, owner in [*_optimizers.items()] if owner is _this.token]
 
 
 def optimizer_of(tensors: Iterable[torch.Tensor]) -> Optimizer | None:
@@ -226,89 +227,3 @@ def _reason(given: GraphInput) -> str:
         what = "a tensor of the batch" if given.kind == "batch" else "a tensor from outside of the model"
         what += " requires gradients, and the backward pass reaches it"
     return f"{what}: they would add up in its .grad. Freeze it with requires_grad_(False), or give it to an optimizer of a Step"
-
-
-_NO_BACKWARD = (
-    "the step that returned this loss has done backward and update already; leave out loss.backward() and "
-    "optimizer.step(). Clip gradients with Step(clip_grad_norm=), and sum them over batches with Step(accumulate=)"
-)
-_NO_SCALER = (
-    "a step needs no GradScaler: it has done backward and update already when it returns its loss. Leave out scaler.scale(), "
-    "scaler.step() and scaler.update(), and ask for mixed precision with Step(autocast=torch.bfloat16)"
-)
-_NO_STEP = (
-    "optimizer.step() found no gradient, and changed nothing: this optimizer's Step has updated the parameters already, and "
-    "p.grad is None after it. Leave out optimizer.step(); clip with Step(clip_grad_norm=) or Step(clip_grad_value=)"
-)
-_NO_CLIP = (
-    "clip_grad_norm_() found no gradient, and clipped nothing: the Step of these parameters has updated them already, and p.grad "
-    "is None after it. Leave it out, and clip with Step(clip_grad_norm=)"
-)
-
-
-def _backward(*_: Any, **__: Any) -> None:
-    raise InvalidJobError(_NO_BACKWARD)
-
-
-def _no_state() -> None:
-    """Stand in for ``__getstate__`` of a loss, which is then pickled as an ordinary tensor, without ``backward``."""
-
-
-def handed_out(result: Any) -> Any:
-    """Return a step's loss, or ``(loss, metrics)``, with a ``loss.backward()`` that raises an error with the remedy."""
-    loss = result[0] if isinstance(result, tuple) else result
-    loss.__dict__.update(backward=_backward, __getstate__=_no_state)
-    return result
-
-
-def watch(optimizer: Optimizer) -> None:
-    """Warn, once, if user code calls ``optimizer.step()`` or clips by hand after a Step, where there are no gradients."""
-    _refuse_scaling()
-    _look_at_clipping()
-    optimizer._optimizer_step_pre_hooks.setdefault(WATCHER, _look)  # type: ignore[call-overload]
-
-
-_told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_told_of_clipping: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-
-
-def _look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    # A step that runs eagerly calls ``step()`` with gradients, and a closure will compute some: neither is warned of.
-    if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-        return
-    closure = args[1:] or kwargs.get("closure")  # the first one is the optimizer again
-    if not closure and optimizer not in _told:
-        _told.add(optimizer)
-        warnings.warn(_NO_STEP, stacklevel=3)
-
-
-@functools.cache
-def _refuse_scaling() -> None:
-    # A scaled loss is another tensor, whose ``backward()`` would raise torch's own error, without rule and remedy.
-    scale = GradScaler.scale
-
-    @functools.wraps(scale)
-    def checked(self: GradScaler, outputs: Any) -> Any:
-        of_step = isinstance(outputs, torch.Tensor) and outputs.__dict__.get("backward") is _backward
-        if of_step and self.is_enabled():
-            raise InvalidJobError(_NO_SCALER)
-        return scale(self, outputs)
-
-    GradScaler.scale = checked  # type: ignore[method-assign]
-
-
-@functools.cache
-def _look_at_clipping() -> None:
-    # Patched is the function that ``clip_grad_norm_`` calls: users import that one by name.
-    clip = clip_grad._clip_grads_with_norm_
-
-    @functools.wraps(clip)
-    def looking(parameters: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(parameters, list) and all(p.grad is None for p in parameters):
-            optimizer = optimizer_of(parameters)
-            if optimizer is not None and optimizer not in _told_of_clipping:
-                _told_of_clipping.add(optimizer)
-                warnings.warn(_NO_CLIP, stacklevel=4)
-        clip(parameters, *args, **kwargs)
-
-    clip_grad._clip_grads_with_norm_ = looking
