@@ -20,6 +20,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from waterflow import _C
 from waterflow.errors import JobCancelled, JobTimeoutError
+from waterflow.executor.accelerate_state import telling_of_accelerate
 from waterflow.executor.cancel import (
     BREAK_OFF_SECONDS,
     STOP_SECONDS,
@@ -263,7 +264,8 @@ class StudyRunner:
     def _own_numbers(self, worker: _Worker) -> Iterator[None]:
         # Python's and NumPy's generators belong to all trials: a warning says so if one draws from them.
         own = own_numbers(*generators_for(self._engine.device, worker.seed))
-        with own, telling_of_shared_numbers(f"trial {worker.trial.number}", lambda: len(self._running) > 1):
+        told = f"trial {worker.trial.number}", lambda: len(self._running) > 1
+        with own, telling_of_shared_numbers(*told), telling_of_accelerate(*told):
             yield
 
     def _limited(self, worker: _Worker) -> Any:

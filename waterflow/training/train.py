@@ -18,6 +18,7 @@ from torch import nn
 
 from waterflow import _C
 from waterflow.errors import AuditError, InvalidJobError, explained, told, unknown
+from waterflow.executor.accelerate_state import telling_of_accelerate
 from waterflow.executor.cancel import BREAK_OFF_SECONDS, STOP_SECONDS, break_off_all, join_all, stop_all
 from waterflow.executor.engine import Engine, within
 from waterflow.executor.interrupts import remembered_interrupts
@@ -259,8 +260,8 @@ class _Training:
                 for callback in self._callbacks:
                     if isinstance(callback, Callback):
                         callback.on_job_start(job, runner)
-            beside = telling_of_shared_numbers(f"job {job.name!r}", lambda: len(self._running) > 1)
-            with within(self._engine), beside:
+            beside = f"job {job.name!r}", lambda: len(self._running) > 1
+            with within(self._engine), telling_of_shared_numbers(*beside), telling_of_accelerate(*beside):
                 result = self._results[number] = runner.run()
             if self._writing is not None:
                 self._writing.end(runner, result)
