@@ -315,6 +315,7 @@ class Step:
         self.own_batches: OwnBatches | None = None  # set if other jobs may read the same batches
         self.job: int | None = None
         self.batches_ahead = 1
+        self.waited_for = False  # the caller of submit() waits for the step next, and so runs it itself
         if self.engine is not None:
             self.job = self.engine.add_job(self.name)
             self.engine.accounts.append(self.account)
@@ -329,7 +330,7 @@ class Step:
         """Train on one batch and return the loss, or ``(loss, metrics)``; see the class."""
         ahead, began = len(self._under_way), self.account.begin_call()
         try:
-            return beside.handed_out(self._submit(batch, self._on_gpu or torch.get_num_threads() == self._threads).result())
+            return beside.handed_out(self._submit(batch, by_caller=True).result())
         except BaseException:
             # Ctrl-C may arrive after the step was submitted and before it is waited for: cancel it.
             if len(self._under_way) > ahead:
@@ -406,7 +407,7 @@ class Step:
 
         A step that runs eagerly has ended when this returns: its caller runs it.
         """
-        return self._submit(batch, by_caller=False)
+        return self._submit(batch, by_caller=self.waited_for)
 
     def _submit(self, batch: Batch, by_caller: bool, update: bool | None = None) -> StepFuture | Done:
         if self._closed:
@@ -483,7 +484,7 @@ class Step:
         behind = bound_step.guarded and self.engine is not None and self._under_way
         wait = partial(self.engine.native.wait, self._under_way[-1].run) if behind else None  # type: ignore[union-attr]
         run = bound_step.binding.run(planned.native, bound_step.given(leaves, wait), bound_step.slots, profiled)
-        run.by_caller = by_caller
+        run.by_caller = by_caller and (self._on_gpu or torch.get_num_threads() == self._threads)
         return self._hand_in_captured(run, profiled, bound_step, planned.plan, update)
 
     def _hand_in_captured(self, run: _C.StepRun, profiled: bool, bound_step: BoundStep, plan: Plan, update: bool) -> StepFuture:

@@ -390,6 +390,8 @@ class JobRunner:
         ahead = steps_ahead(self.step, self.engine)
         batches = self._account.reading(self._batches.epoch(), self._batches.loading)
         memory.new_pass()
+        by_step = self._scheduler is not None and self.job.scheduler_interval == "step"
+        self.step.waited_for = not self._batches.reads_ahead or (by_step and not of_numbers(self._scheduler))
         if not self._batches.reads_ahead:
             batches = between_steps(batches, steps, self.job.name, self._account)
         try:
@@ -407,8 +409,9 @@ class JobRunner:
                 steps.add(pending)
                 bound = pending.bound_step if isinstance(pending, StepFuture) else None  # None: it has run eagerly, and ended
                 if bound is not None and self._batches.reads_ahead and memory.written_by(bound):
+                    self.step.waited_for = True
                     steps.take_all()
-                if self._scheduler is not None and self.job.scheduler_interval == "step":
+                if by_step:
                     self._step_scheduler(self.step.optimizer)
                 if len(steps) >= ahead:
                     if ahead == STEPS_AHEAD:
