@@ -117,6 +117,7 @@ def test_it_steps_behind_its_step_where_it_may_look(behind: bool, monkeypatch: p
     make: Make = (lambda o: LambdaLR(o, lambda epoch: 0.9**epoch)) if behind else (lambda o: StepLR(o, 3))
     wf.train(job_of(make), memory="1GiB", callbacks=[started])
     assert (max(under_way[1:]) == 0) is behind and len(under_way) > len(BATCHES) - 1
+    assert started.runner.step.waited_for is behind
 
 
 @pytest.mark.parametrize(
