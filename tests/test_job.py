@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import pickle
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 import waterflow as wf
 from tests.support import Net, images
+from waterflow.results import pack_result
 
 
 def sgd(parameters: Any = None) -> torch.optim.Optimizer:
@@ -130,3 +132,26 @@ def test_results_as_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builtins, "__import__", without_pandas)
     with pytest.raises(ImportError, match="pip install pandas"):
         RESULTS.to_dataframe()
+
+
+class Unreadable(Exception):
+    """One that can be pickled, and not read again."""
+
+    def __init__(self, one: str, other: str) -> None:
+        super().__init__(f"{one} {other}")
+
+
+def test_results_can_be_read_by_other_processes() -> None:
+    def read(**fields: Any) -> wf.JobResult:
+        return pickle.loads(pack_result(wf.JobResult("job", "failed", **fields)))  # type: ignore[no-any-return]
+
+    assert str(read(error=wf.MemoryLimitError("all", needed=2, limit=1)).error).startswith("MemoryLimitError: all")
+    assert isinstance(read(error=wf.StepError("a step")).error, wf.StepError)
+    try:
+        raise Unreadable("my", "message")
+    except Unreadable as error:
+        told = read(error=error, state_dict={"a": torch.ones(1)})
+    assert str(told.error).startswith("Unreadable: my message") and "raise Unreadable(" in str(told.error)
+    assert told.state_dict is not None
+    lost = read(state_dict={"extra": (number for number in range(3))})
+    assert lost.state_dict is None and "is lost: state_dict" in str(lost.error)

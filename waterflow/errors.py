@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import pickle
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
@@ -16,6 +18,21 @@ class WaterflowError(Exception):
 def told(error: BaseException | None) -> str:
     """Return an error's text with its notes, such as the job and the user's line that it comes from."""
     return " ".join([str(error), *(f"({note})" for note in getattr(error, "__notes__", ()))])
+
+
+def sendable(error: BaseException) -> BaseException:
+    """Return ``error`` if another process can read it once it is pickled; else one of ours with its type, text and traceback.
+
+    Some exceptions can be written and not read, such as those whose ``__init__`` takes more than it hands on.
+    """
+    import cloudpickle  # classes of the caller's script are sent by value; slow to import
+
+    try:
+        pickle.loads(cloudpickle.dumps(error))
+    except Exception:
+        lines = "".join(traceback.format_exception(error))
+        return WaterflowError(f"{type(error).__name__}: {told(error)}\n\n{lines}")
+    return error
 
 
 class InvalidJobError(WaterflowError, ValueError):

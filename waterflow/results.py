@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import math
+import pickle
 import traceback
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
+import cloudpickle
 import torch
 
-from waterflow.errors import JobTimeoutError, NonFiniteLossError
+from waterflow.errors import JobTimeoutError, NonFiniteLossError, WaterflowError, sendable
 from waterflow.job import Job, JobResult, Metrics, Status
 from waterflow.step import Step
 
@@ -61,6 +63,32 @@ def result_of(
             }
         ),
     )
+
+
+def pack_result(result: JobResult) -> bytes:
+    """Return a result for another process, pickled, which ``pickle.loads`` reads there.
+
+    An error that cannot be read is replaced by ``sendable``; for anything else of the user's the job fails, without it.
+    """
+    if result.error is not None:
+        result = replace(result, error=sendable(result.error))
+    if (content := _readable(result)) is not None:
+        return content
+    lost: dict[str, Any] = {one.name: None for one in fields(result) if _readable(getattr(result, one.name)) is None}
+    error = WaterflowError(
+        f"job {result.name!r} has ended, and what another process cannot read of its result is lost: {', '.join(lost)}. Let objectives "
+        "and get_extra_state return plain data and tensors"
+    )
+    return bytes(cloudpickle.dumps(replace(result, **lost | {"status": "failed", "error": error})))
+
+
+def _readable(value: Any) -> bytes | None:
+    try:
+        content = bytes(cloudpickle.dumps(value))
+        pickle.loads(content)
+    except Exception:
+        return None
+    return content
 
 
 def _on_host(state: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,9 @@ import cloudpickle
 from torch import nn
 
 from waterflow.cluster.shared_folder import result_files
-from waterflow.errors import InvalidJobError, WaterflowError
+from waterflow.errors import InvalidJobError
 from waterflow.job import Job, JobResult, Results
+from waterflow.results import pack_result
 from waterflow.training.runner import Task
 
 Jobs = Job | Task | Iterable[Job | Task]
@@ -65,14 +65,8 @@ def checked(jobs: Any) -> list[Job | Task]:
 
 
 def write_result(result: JobResult, path: Path) -> None:
-    """Write a result to a file; an error that cannot be pickled is replaced by its message."""
-    try:
-        content = cloudpickle.dumps(result)
-        pickle.loads(content)  # some errors can be written and not read
-    except Exception:
-        error = WaterflowError(f"{type(result.error).__name__}: {result.error}")
-        content = cloudpickle.dumps(replace(result, error=error))
-    path.write_bytes(content)
+    """Write a result to a file, which every process can read."""
+    path.write_bytes(pack_result(result))
 
 
 def read_result(path: Path) -> JobResult:
