@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
+import random
+import re
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import waterflow as wf
 from tests.training.test_shards import OPTIMIZERS, normed, rows
@@ -214,6 +219,7 @@ def test_sums_go_along_one_tree_whoever_has_the_shards(shards: int, members: int
 
 def test_states_and_messages_arrive_as_they_were() -> None:
     state = {"a": [torch.arange(6).reshape(2, 3).t(), torch.tensor(True), torch.empty(0)], "b": (1, "two", None)}
+    state["a"].append(torch.eye(3).to_sparse())
 
     def work(group: Group) -> Any:
         assert group.gather(("x" * group.rank, group.rank)) == [("", 0), ("x", 1), ("xx", 2)]
@@ -222,13 +228,214 @@ def test_states_and_messages_arrive_as_they_were() -> None:
         return group.receive(0) if group.rank == 2 else None
 
     got = in_groups(3, work)[2]
-    assert got["b"] == state["b"] and all(torch.equal(one, other) for one, other in zip(got["a"], state["a"]))
+    assert (
+        got["b"] == state["b"]
+        and all(torch.equal(one, other) for one, other in zip(got["a"][:-1], state["a"]))
+        and got["a"][-1].is_sparse
+    )
 
 
 def test_shards_go_to_fast_members() -> None:
     assert ranges_by_speed(6, [1.0, 2.0]) == [range(4), range(4, 6)]
     assert sorted(map(len, ranges_by_speed(4, [1.0, 1.0, 1.0]))) == [1, 1, 2]
     assert ranges_by_speed(2, [1.0, 9.0]) == [range(1), range(1, 2)]
+
+
+# -- what each device has for itself
+
+NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
+
+
+class Drawn(nn.Module):
+    """Weights by NumPy, an attribute and a plain tensor by Python, batch norm, and a buffer that the output is shifted by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(12, 4), nn.BatchNorm1d(4)
+        self.linear.weight.data.copy_(torch.from_numpy(np.random.randn(4, 12)))
+        self.scale, self.plain = random.random(), torch.tensor(random.random())
+        self.register_buffer("mean", torch.zeros(4, 12))
+        self.register_buffer("first", self.linear.weight.detach().clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x) * self.scale + F.linear(x, self.mean)) + self.plain
+
+
+def drawn_as(weight: torch.Tensor, scale: float, plain: float) -> nn.Module:
+    model = Drawn()
+    model.linear.weight.data.copy_(weight)
+    model.first.copy_(weight)
+    model.scale, model.plain = scale, torch.tensor(plain)
+    return model
+
+
+def tells(model: Any) -> dict[str, float]:
+    return {"scale": model.scale, "plain": float(model.plain)}
+
+
+def changes(model: Any) -> dict[str, float]:
+    """Change all that an evaluation can; the metrics are those before."""
+    told = {**tells(model), "weight": float(model.linear.weight.detach().sum())}
+    model.mean.lerp_(model.linear.weight.detach(), 0.5)
+    model.linear.weight.data.clamp_(-1, 1)
+    model.linear.bias.requires_grad_(not model.linear.bias.requires_grad)
+    model.norm.reset_running_stats()
+    model.scale *= 0.9
+    model.plain.mul_(0.9)
+    return told
+
+
+def changes_and_kills_others(model: Any) -> dict[str, float]:
+    """On several devices: end the others, once, behind the changes."""
+    told, mine = changes(model), os.getpid()
+    others = [int(pid) for pid in Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read_text().split()]
+    for pid in others if b"shards.member" in Path(f"/proc/{mine}/cmdline").read_bytes() else ():
+        if pid != mine and b"shards.member" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(pid, signal.SIGKILL)
+    return told
+
+
+def apart(**settings: Any) -> wf.Job:
+    given: dict[str, Any] = {
+        "model": Drawn, "data": DataLoader(rows("mlp", 60), 10, shuffle=True), "optimizer": OPTIMIZERS["adamw"], "epochs": 3, "seed": 3,
+        "loss": F.cross_entropy, "shards": 2, "evaluate": tells, **settings,
+    }  # fmt: skip
+    return wf.Job("job", **given)
+
+
+def on_two(job: wf.Job, **settings: Any) -> wf.JobResult:
+    return wf.train(job, devices=["cpu:0", "cpu:1"], memory="1GiB", on_error="continue", **settings)[0]
+
+
+@pytest.mark.needs_time("processes start")
+@pytest.mark.parametrize(
+    "evaluate",
+    [changes, pytest.param(tells, marks=pytest.mark.slow), pytest.param(changes_and_kills_others, marks=pytest.mark.slow)],
+)
+def test_all_begin_with_the_leaders_state_and_have_what_its_evaluation_changes(evaluate: Callable[[Any], Any]) -> None:
+    result = on_two(apart(evaluate=evaluate))
+    assert result.state_dict is not None, result.error
+    begun = partial(drawn_as, result.state_dict["first"], result.metrics[0]["scale"], result.metrics[0]["plain"])
+    assert same(result, wf.train(apart(model=begun, evaluate=evaluate))[0])
+
+
+class BySet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({name: nn.Linear(12, 4) for name in set(NAMES)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(self.parts[name](x) * number for number, name in enumerate(NAMES))
+
+
+@pytest.mark.slow
+def test_a_device_whose_model_is_another_one_does_not_join(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Joins(wf.Callback):
+        def on_job_start(self, job: wf.Job, runner: Any) -> None:
+            self.runner = runner
+
+        def on_epoch_end(self, job: wf.Job, epoch: int, metrics: Any) -> None:
+            if epoch == 0:
+                self.runner.set_devices(["cpu:0", "cpu:1"])
+            if len(self.runner._members) == 2 and not self.runner._members[1].alive:
+                raise StopJob
+
+    caplog.set_level("WARNING", logger="waterflow")
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    given = apart(model=BySet, evaluate=None, epochs=100_000)
+    result = wf.train(given, devices=["cpu:0"], callbacks=[Joins()], memory="1GiB", on_error="continue")[0]
+    assert result.status == "pruned" and re.search("could not join .*: entry .* of the model", caplog.text), result.error
+
+
+class ByPython(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.sample(range(60), 60))
+
+
+def labels_by_set() -> DataLoader[Any]:
+    numbers = {name: number % 4 for number, name in enumerate(set(NAMES))}
+    targets = torch.tensor([numbers[NAMES[row % 8]] for row in range(60)])
+    return DataLoader(TensorDataset(rows("mlp", 60).tensors[0], targets), 10)
+
+
+def noise_by_numpy() -> list[Any]:
+    return [(torch.from_numpy(np.random.randn(10, 12)).float(), torch.zeros(10, dtype=torch.int64)) for _ in range(6)]
+
+
+APART = {
+    "names of parameters": (
+        {"model": BySet, "evaluate": None},
+        r"entry \d+ of the model is 'parts.\w+.weight, \[4, 12\] of float32' on cpu:0 and 'parts",
+    ),
+    "a sampler": (
+        {"data": DataLoader(rows("mlp", 60), 10, sampler=ByPython())},
+        r"entry \d of indices of the batch of step 1 is \d+ on",
+    ),
+    "labels": ({"data": labels_by_set}, r"of rows of the batch of step \d is \d on cpu:0 and \d on cpu:1"),
+    "batches": ({"data": noise_by_numpy}, r"of rows of the batch of step 1 is"),
+    "a scheduler": (
+        {
+            "scheduler": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda epoch: random.random()),
+            "scheduler_interval": "step",
+        },
+        r"lr of group 0 of the optimizer of the state is",
+    ),
+}
+
+
+@pytest.mark.needs_time("processes start")
+@pytest.mark.parametrize("what", ["labels", *(pytest.param(what, marks=pytest.mark.slow) for what in APART if what != "labels")])
+def test_what_differs_between_devices_is_told(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    settings, told = APART[what]
+    result = on_two(apart(**settings))
+    assert result.status == "failed" and isinstance(result.error, wf.InvalidJobError), result
+    assert re.search(told, str(result.error)), result.error
+
+
+def fewer_for_the_first(path: Path) -> list[Any]:
+    batch = [torch.zeros(10, 12), torch.zeros(10, dtype=torch.int64)]
+    try:
+        path.mkdir()
+    except FileExistsError:
+        return [batch] * 4
+    return [batch] * 2
+
+
+@pytest.mark.slow
+def test_epochs_of_different_lengths_are_told(tmp_path: Path) -> None:
+    result = on_two(apart(data=partial(fewer_for_the_first, tmp_path / "first")))
+    assert "what comes next is 'a batch'" in str(result.error) or "next is 'the end of an epoch' on" in str(result.error), (
+        result.error
+    )
+
+
+class Odd(Exception):
+    def __init__(self, one: str, other: str) -> None:
+        super().__init__(f"{one} {other}")
+
+
+def raises(output: Any, target: Any) -> Any:
+    raise Odd("my", "message")
+
+
+@pytest.mark.needs_time("processes start")
+def test_an_error_that_cannot_be_read_again_is_told() -> None:
+    result = on_two(apart(loss=raises))
+    assert result.status == "failed" and str(result.error).startswith("Odd: my message") and "in raises" in str(result.error)
+
+
+@pytest.mark.slow
+def test_a_callback_that_changes_the_callers_model_is_told() -> None:
+    class Clips(wf.Callback):
+        def on_epoch_end(self, job: wf.Job, epoch: int, metrics: Any) -> None:
+            model.linear.weight.data.clamp_(-0.01, 0.01)
+
+    model = Drawn()
+    result = on_two(apart(model=model), callbacks=[Clips()])
+    assert "a callback has changed linear.weight of the model in this process" in str(result.error)
 
 
 def test_bad_devices_are_told() -> None:

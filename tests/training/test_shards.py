@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, get_worker_info
 
 import waterflow as wf
+from waterflow.executor.data.digest import digest
 from waterflow.executor.data.sharded import ShardedBatches, sizes, stream_seed
 from waterflow.training.shards.step import middle
 
@@ -258,6 +260,56 @@ def test_a_sampler_of_the_users_draws_the_same_whatever_is_read(own: bool) -> No
         return found + [one.parts[0][0].tolist() for _ in range(from_place) for one in batches.epoch()]
 
     assert read(range(3)) == read(range(1)) == read(range(3), from_place=True)
+
+
+def test_data_that_comes_in_another_order_when_it_is_read_again_is_told() -> None:
+    class ByPython(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(random.sample(range(23), 23))
+
+    def made() -> ShardedBatches:
+        loader = DataLoader(rows("mlp", 23), 5, sampler=ByPython())
+        return ShardedBatches("job", loader, torch.Generator().manual_seed(3), shards=2, seed=3)
+
+    batches = made()
+    reading = batches.epoch()
+    first = [next(reading) for _ in range(3)]
+    batches.put_back(first[-1])
+    assert batches.place()["read"] == 2
+    again = made()
+    again.go_on_from(batches.place())
+    with pytest.raises(wf.InvalidJobError, match="read up to batch 2 of a pass is read again.*other indices"):
+        next(again.epoch())
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_devices_compare_batches_and_read_the_same(workers: int) -> None:
+    def read(mine: range, compared: bool, data: Any = None) -> list[Any]:
+        loader = data or DataLoader(Noisy(rows("mlp", 23)), 7, shuffle=True, num_workers=workers)
+        batches = ShardedBatches("job", loader, torch.Generator().manual_seed(3), shards=2, seed=3)
+        batches.mine, batches.compared = mine, compared
+        return [one for _ in range(2) for one in batches.epoch()]
+
+    first, last, all_ = read(range(1), True), read(range(1, 2), True), read(range(2), False)
+    assert [sorted(one.alike) for one in first[:4]] == [["indices", "rows"]] * 3 + [["indices"]]
+    for one, other, plain in zip(first, last, all_, strict=True):
+        assert digest(one.alike) == digest(other.alike) and plain.alike == {}
+        assert torch.equal(one.parts[0][0], plain.parts[0][0]) and torch.equal(other.parts[1][0], plain.parts[1][0])
+    assert len({digest(one.alike) for one in first}) == len(first)
+    batches = [(torch.randn(6, 2), np.arange(6), "text")]
+    [whole] = read(range(1), True, batches)[:1]
+    assert digest(whole.alike) != digest(read(range(1), True, [(batches[0][0] + 1, *batches[0][1:])])[0].alike)
+
+
+def test_what_an_evaluation_changes_in_buffers_counts_for_all_shards() -> None:
+    def evaluate(model: Any) -> int:
+        count = int(model[1].num_batches_tracked)
+        model[1].reset_running_stats()
+        return count
+
+    loader = DataLoader(rows("normed", 40), 10)
+    job = wf.Job("job", normed, loader, OPTIMIZERS["sgd"], loss=F.cross_entropy, evaluate=evaluate, epochs=3, shards=2, seed=3)
+    assert [metrics["value"] for metrics in wf.train(job)[0].metrics] == [4, 4, 4]
 
 
 @pytest.mark.parametrize("data", ["list", "loader"])

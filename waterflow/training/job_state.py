@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from waterflow.errors import CheckpointError
+from waterflow.errors import CheckpointError, InvalidJobError
+from waterflow.executor.data.digest import digest, is_plain
 from waterflow.executor.data.shared import SharedData
 from waterflow.executor.program.eager import compose
 from waterflow.job import Job
@@ -21,6 +22,7 @@ from waterflow.training.shards.step import ShardedStep
 logger = logging.getLogger("waterflow")
 
 HOST = torch.device("cpu")
+_OF_ALL_MODULES = frozenset(vars(nn.Module()))
 _COUNTS = ("planned_requests", "missed_requests", "most_offloaded")
 
 
@@ -55,12 +57,9 @@ class JobState:
         tensors = dict(self._tensors())
         # Views of shared memory cannot be released one by one: they are copied and stay.
         alone = _alone(tensors) if move else set()
-        modules = dict(self._holder.named_modules())
         taken = {
             "tensors": {name: _on_host(tensor, name not in alone) for name, tensor in tensors.items()},
-            "extra": {name: copied(module.get_extra_state()) for name, module in modules.items() if _has_extra(module)},
-            "evaluating": [name for name, module in modules.items() if not module.training],
-            "frozen": [name for name, p in self._holder.named_parameters() if not p.requires_grad],
+            **self._flags(),
             "optimizer": copied(self._optimizer.state_dict(), not move),
             "optimizer_class": type(self._optimizer).__name__,
             "scheduler": copied(self._scheduler.state_dict()) if self._scheduler is not None else None,
@@ -88,17 +87,128 @@ class JobState:
                 else:
                     tensors[name].copy_(saved)
         self._placed = set()
+        self._put_flags(taken)
+        self._put_optimizer(taken["optimizer"])
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(copied(taken["scheduler"]))
+
+    def _flags(self) -> dict[str, Any]:
+        modules = dict(self._holder.named_modules())
+        return {
+            "extra": {name: copied(module.get_extra_state()) for name, module in modules.items() if _has_extra(module)},
+            "evaluating": [name for name, module in modules.items() if not module.training],
+            "frozen": [name for name, p in self._holder.named_parameters() if not p.requires_grad],
+        }
+
+    def _put_flags(self, taken: dict[str, Any]) -> None:
         for name, module in self._holder.named_modules():
             module.training = name not in taken["evaluating"]
             if name in taken["extra"]:
                 module.set_extra_state(copied(taken["extra"][name]))
         for name, parameter in self._holder.named_parameters():
             parameter.requires_grad_(name not in taken["frozen"])
-        self._put_optimizer(taken["optimizer"])
-        if self._scheduler is not None:
-            self._scheduler.load_state_dict(copied(taken["scheduler"]))
 
-    def _put_optimizer(self, taken: dict[str, Any]) -> None:
+    # -- for other processes that train the same job
+
+    def structure(self) -> list[str]:
+        """Return names and shapes in the order of the model, and those that the optimizer trains in its order."""
+        names = {id(parameter): name for name, parameter in self._holder.named_parameters()}
+        kind = type(self._optimizer).__name__
+        return [f"{name}, {_shown(tuple(tensor.shape), tensor.dtype)}" for name, tensor in self._tensors()] + [
+            f"{names.get(id(p), f'a tensor of shape {list(p.shape)}')} in group {number} of {kind}"
+            for number, group in enumerate(self._optimizer.param_groups)
+            for p in group["params"]
+        ]
+
+    def digests(self) -> dict[str, Any]:
+        """Return what tells two states apart, by names, causes first: settings, and digests of tensors."""
+        flags, optimizer = self._flags(), self._optimizer
+        names = {id(parameter): name for name, parameter in self._holder.named_parameters()}
+        found: dict[str, Any] = {"frozen parameters": flags["frozen"], "parts in evaluation mode": flags["evaluating"]}
+        found |= {f"get_extra_state of {name}": digest(extra) for name, extra in flags["extra"].items()}
+        for number, group in enumerate(optimizer.param_groups):
+            settings = {key: value for key, value in sorted(group.items()) if key != "params"}
+            found[f"group {number} of the optimizer"] = copied(settings)
+        found |= {name: digest(tensor) for name, tensor in self._tensors()}
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+                found[f"{key} of {names.get(id(parameter))}"] = digest(value)
+        return found
+
+    def attributes(self) -> dict[tuple[str, str], Any]:
+        """Return what modules have as attributes beside their state, by module and name: plain data, and tensors that view no state."""
+        state = {one.untyped_storage().data_ptr() for _, one in self._tensors() if one.layout == torch.strided}
+
+        def counts(value: Any) -> bool:
+            if type(value) is not torch.Tensor:
+                return is_plain(value)
+            return value.layout == torch.strided and not value.is_meta and value.untyped_storage().data_ptr() not in state
+
+        return {
+            (name, key): value
+            for name, module in self._holder.named_modules()
+            for key, value in vars(module).items()
+            if key not in _OF_ALL_MODULES and counts(value)
+        }
+
+    def put_attributes(self, given: dict[tuple[str, str], Any]) -> None:
+        """Set attributes that are others than in the objects."""
+        own, modules = self.attributes(), dict(self._holder.named_modules())
+        for (name, key), value in given.items():
+            mine: Any = own.get((name, key))
+            if name not in modules or digest(mine) == digest(value):
+                continue
+            tensors = isinstance(mine, torch.Tensor) and isinstance(value, torch.Tensor)
+            if tensors and (mine.shape, mine.dtype) == (value.shape, value.dtype):
+                with torch.no_grad():
+                    mine.copy_(value)  # it may be a view of another one
+            else:
+                setattr(modules[name], key, value.to(mine.device) if tensors else value)
+
+    def seen(self) -> dict[str, dict[Any, Any]]:
+        """Return digests of the state and of attributes, for ``changes``."""
+        attributes = {key: digest(value) for key, value in self.attributes().items()}
+        return {"state": self.digests(), "attributes": attributes, "structure": dict(enumerate(self.structure()))}
+
+    def changes(self, before: dict[str, dict[Any, Any]]) -> dict[str, Any] | None:
+        """Return what has changed since ``seen`` returned ``before``, for ``put_changes``; None if nothing has.
+
+        Raises InvalidJobError if parameters or buffers are other ones.
+        """
+        now = self.seen()
+        if other := set(now["structure"].items()) ^ set(before["structure"].items()):
+            raise InvalidJobError(
+                f"evaluate= of job {self._name!r} has changed which parameters and buffers there are ({min(other)[1]}), and other devices "
+                "still train the ones before. Let it change their values alone, or train without devices="
+            )
+        state, attributes = (
+            {key for key, value in now[of].items() if digest(value) != digest(before[of].get(key))}
+            for of in ("state", "attributes")
+        )
+        if not state and not attributes:
+            return None
+        tensors = dict(self._tensors())
+        return {
+            "tensors": {name: _on_host(tensor, False) for name, tensor in tensors.items() if name in state},
+            **self._flags(),
+            "optimizer": copied(self._optimizer.state_dict(), False) if state - tensors.keys() else None,
+            "attributes": {key: copied(value) for key, value in self.attributes().items() if key in attributes},
+        }
+
+    def put_changes(self, changes: dict[str, Any]) -> None:
+        """Put what ``changes`` of the same state returned into the objects."""
+        tensors = dict(self._tensors())
+        with torch.no_grad():
+            for name, value in changes["tensors"].items():
+                tensors[name].copy_(value)
+        self._put_flags(changes)
+        if changes["optimizer"] is not None:
+            self._put_optimizer(changes["optimizer"], quiet=True)
+        self.put_attributes(changes["attributes"])
+
+    # -- inside
+
+    def _put_optimizer(self, taken: dict[str, Any], quiet: bool = False) -> None:
         # A copy, as load_state_dict() keeps tensors of what it is given.
         optimizer, state = self._optimizer, copied(taken)
         mine = [dict(group) for group in optimizer.param_groups]
@@ -108,7 +218,8 @@ class JobState:
             raise _other(self._name, f"its {type(optimizer).__name__} has other parameters: {error}") from None
         for before, now in zip(mine, optimizer.param_groups):  # a scheduler changes some of them
             own = {"initial_lr"} if self._scheduler is not None else before.keys() - {"params"}
-            if other := [f"{name}={now[name]}" for name in sorted(own & now.keys()) if now[name] != before[name]]:
+            other = [f"{name}={now[name]}" for name in sorted(own & now.keys()) if now[name] != before[name]]
+            if other and not quiet:
                 told = "job %r goes on with %s, as its checkpoint has it, not with the settings that its optimizer was made with"
                 logger.warning(told, self._name, ", ".join(other))
         # torch casts state to its parameter's type, which loses bits of state that is kept in another one.

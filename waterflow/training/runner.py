@@ -33,6 +33,7 @@ from waterflow.training.evaluation import Evaluation
 from waterflow.training.job_state import JobState, check_same_job, progress_of, put_progress
 from waterflow.training.safepoint import Safepoint, State
 from waterflow.training.schedulers import of_numbers, step_after_epoch
+from waterflow.training.shards.step import ShardedStep
 from waterflow.training.step_queue import STEPS_AHEAD, StepQueue, between_steps, step_of, steps_ahead
 
 
@@ -379,7 +380,10 @@ class JobRunner:
             assert self.step is not None
             # An evaluation that waits for memory is abandoned if others need the job's memory, and begins again later.
             with self.lease.may_leave(), self._account.spending("evaluation"):
-                return self._evaluation.metrics(self.step)
+                metrics = self._evaluation.metrics(self.step)
+                if isinstance(self.step, ShardedStep) and metrics is not None:
+                    self.step.take_over_buffers()
+                return metrics
             self._preempt()
 
     def _train_epoch(self) -> list[float]:

@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 
 from waterflow.errors import CheckpointError, InvalidJobError
+from waterflow.executor.data.digest import digest
 from waterflow.executor.data.loader import Batches
 from waterflow.executor.data.rows import SeededRows
 from waterflow.executor.rng import own_numbers
 
+SAMPLE = 4096  # bytes of a tensor in which batches are compared
+PROBED = 8  # rows of a batch that are read to be compared
+
 
 @dataclass(frozen=True)
 class Cut:
-    """One batch: the number of rows of each shard, and the parts that were read here, by shard. Shards without rows have none."""
+    """One batch: the number of rows of each shard, and the parts that were read here, by shard. Shards without rows have none.
+
+    ``alike`` must be the same on all devices: the indices of the batch, if there are some, and of some rows the beginnings.
+    """
 
     rows: tuple[int, ...]
     parts: dict[int, Any] = field(repr=False)
+    alike: dict[str, Any] = field(default_factory=dict, repr=False)
 
 
 def stream_seed(*numbers: int) -> int:
@@ -60,10 +70,26 @@ def cut(what: str, batch: Any, shards: int, mine: range) -> Cut:
     return Cut(rows, parts)
 
 
-class _Parts:
-    """A batch sampler that yields the indices of the shards in ``mine`` one by one, and notes the rows of each batch.
+def beginnings(batch: Any) -> list[Any]:
+    """Return the leaves of a batch, of tensors the shape and a copy of the first numbers."""
+    found: list[Any] = []
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
+            rows = leaf.detach()[: 1 + SAMPLE // max(1, leaf[0].nbytes)] if leaf.dim() and len(leaf) else leaf.detach()
+            found += [tuple(leaf.shape), rows.reshape(-1)[: SAMPLE // leaf.element_size()].cpu().clone()]
+        elif isinstance(leaf, np.ndarray):
+            found += [leaf.shape, leaf.reshape(-1)[: SAMPLE // max(1, leaf.itemsize)].copy()]
+        else:
+            found.append(leaf)
+    return found
 
-    The one that it divides draws from ``numbers``, which no reading of rows changes.
+
+class _Parts:
+    """A batch sampler that yields the indices of the shards in ``mine`` one by one, and notes in ``batches`` what it has yielded.
+
+    The one that it divides draws from ``numbers``, which no reading of rows changes. Where devices are ``compared``, some rows of a few
+    batches are yielded first, for all of them to read: of the first batch of a pass, and then ever more rarely. Batches that are skipped
+    must be those that gave the digest ``skipped``, if there is one.
     """
 
     def __init__(self, batches: Any, shards: int, seed: int) -> None:
@@ -71,35 +97,48 @@ class _Parts:
         self.numbers = torch.Generator().manual_seed(seed)
         self.mine = range(shards)
         self.skip = self.passes = 0
-        self.rows: deque[tuple[int, ...]] = deque()
+        self.skipped: bytes | None = None
+        self.compared = False
+        # The rows of each shard, the indices, whether some rows come first, and a digest of all indices of the pass so far.
+        self.batches: deque[tuple[tuple[int, ...], list[Any], bool, bytes]] = deque()
 
     def __iter__(self) -> Iterator[tuple[int, list[Any]]]:
-        self.rows.clear()
-        skip, self.skip = self.skip, 0
+        self.batches.clear()
+        skip, self.skip, order = self.skip, 0, b""
         with own_numbers(self.numbers):
             batches = iter(self.sampler)
         for number in itertools.count():
             with own_numbers(self.numbers):
                 indices = next(batches, None)
+            if (number == skip and self.skipped not in (None, order)) or (indices is None and number < skip):
+                raise InvalidJobError(
+                    f"data that was read up to batch {skip} of a pass is read again, as devices have changed or the job goes on, and its "
+                    "batches have other indices: rows would be left out. Let samplers draw from torch's numbers, or from a torch.Generator "
+                    "that they have as an attribute"
+                )
             if indices is None:
                 return
+            order = digest([order, indices := list(indices)])
             if number < skip:
                 continue
             rows = sizes(len(indices), self._shards)
-            self.rows.append(rows)
+            probed = self.compared and (number == skip or not number & (number - 1))
+            self.batches.append((rows, indices, probed, order))
+            if probed:
+                yield stream_seed(self._seed, self._shards, self.passes, number), indices[:PROBED]
             for shard in (shard for shard in self.mine if rows[shard]):
                 begin = sum(rows[:shard])
-                yield stream_seed(self._seed, shard, self.passes, number), list(indices[begin : begin + rows[shard]])
+                yield stream_seed(self._seed, shard, self.passes, number), indices[begin : begin + rows[shard]]
 
     def __len__(self) -> int:
         return len(self.sampler)
 
 
 class ShardedBatches(Batches):
-    """The batches of a job with shards, of which the parts in ``mine`` are read here; ``mine`` counts from the next pass on.
+    """The batches of a job with shards, of which the parts in ``mine`` are read here; they are ``compared`` where others read the rest.
 
-    The rows of a map-style data set in a DataLoader are read one part after the other, each collated for itself, and a pass goes on
-    at any batch without reading those before. Other data is read whole and cut.
+    Both count from the next pass on. The rows of a map-style data set in a DataLoader are read one part after the other, each collated
+    for itself, and a pass goes on at any batch without reading those before. Other data is read whole and cut.
     """
 
     def __init__(
@@ -115,9 +154,11 @@ class ShardedBatches(Batches):
         # Each step has ended before the next batch is read.
         super().__init__(name, data, generator, read_ahead=True, on_device=on_device)
         self.mine = range(shards)
+        self.compared = False
         self._shards = shards
         self._parts: _Parts | None = None
         self._early: list[Any] = []  # parts that were read before their batch's turn
+        self._orders: deque[bytes | None] = deque(maxlen=4)  # digests of the indices up to each of the last batches
         self.own = None  # parts are copies
         source = self.source
         if (
@@ -131,25 +172,34 @@ class ShardedBatches(Batches):
     def epoch(self) -> Iterator[Any]:
         """Yield the ``Cut`` batches of one pass, as ``Batches.epoch``."""
         if self._parts is not None:
-            self._parts.mine, self._early = self.mine, []
-            self._parts.passes = self._passes
-            self._parts.skip = self._go_on["read"] if self._go_on is not None else 0
+            self._parts.mine, self._parts.compared, self._early = self.mine, self.compared, []
+            self._parts.passes, place = self._passes, self._go_on or {"read": 0}
+            self._parts.skip, self._parts.skipped = place["read"], place.get("order")
+            self._orders.append(self._parts.skipped)
         return super().epoch()
 
     def _next(self) -> Any:
         if self._parts is None:
-            return cut(self._what, super()._next(), self._shards, self.mine)
-        if not self._parts.rows:
+            made = cut(self._what, batch := super()._next(), self._shards, self.mine)
+            return replace(made, alike={"rows": beginnings(batch)}) if self.compared else made
+        if not self._parts.batches:
             try:
                 self._early.append(super()._next())
             except StopIteration:
-                if not self._parts.rows:
+                if not self._parts.batches:
                     raise
-        rows = self._parts.rows.popleft()
-        return Cut(rows, {shard: self._part(rows[shard]) for shard in self.mine if rows[shard]})
+        rows, indices, probed, order = self._parts.batches.popleft()
+        self._orders.append(order)
+        alike: dict[str, Any] = {"indices": indices} if self.compared else {}
+        if probed:
+            alike["rows"] = beginnings(self._read_part())
+        return Cut(rows, {shard: self._part(rows[shard]) for shard in self.mine if rows[shard]}, alike)
+
+    def _read_part(self) -> Any:
+        return self._early.pop() if self._early else super()._next()
 
     def _part(self, rows: int) -> Any:
-        part = self._early.pop() if self._early else super()._next()
+        part = self._read_part()
         lengths = (len(leaf) for leaf in pytree.tree_leaves(part) if isinstance(leaf, torch.Tensor) and leaf.dim())
         if (made := next(lengths, rows)) != rows and getattr(self.source, "batch_transform", None) is not None:
             raise InvalidJobError(
@@ -158,13 +208,21 @@ class ShardedBatches(Batches):
             )
         return part
 
+    def place(self, in_pass: bool = False) -> dict[str, Any]:
+        """Return the place of reading, as ``Batches.place``, with a digest of the indices that were read."""
+        place = super().place(in_pass)
+        if self._parts is not None and place["read"] and self._go_on is None:
+            place["order"] = self._orders[-1 - len(self._back)]
+        return place
+
     def _skip(self, place: dict[str, Any]) -> Iterator[Any]:
         if self._parts is None:
             yield from super()._skip(place)
             return
         self._read = place["read"]
-        if self._read > len(self._parts):
-            raise CheckpointError(
-                f"the {self._what} has {len(self._parts)} batches a pass; the checkpoint has read {self._read}. Go on with the data "
-                "that it was made with"
-            )
+        with contextlib.suppress(TypeError):  # a sampler may have no length
+            if self._read > (length := len(self._parts)):
+                raise CheckpointError(
+                    f"the {self._what} has {length} batches a pass; the checkpoint has read {self._read}. Go on with the data that it "
+                    "was made with"
+                )

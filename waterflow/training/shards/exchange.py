@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import median
+from typing import Any
 
 import torch
 
+from waterflow.executor.data.digest import digest
+from waterflow.training.shards.agreement import DATA, STATE, check_alike
 from waterflow.training.shards.group import Group
 from waterflow.training.shards.step import Buffers, FlatSums, ShardedStep, nodes_of
 
@@ -29,11 +32,12 @@ class Exchange:
     """The ``Peers`` of a step in one group. ``dealt`` are the shards of its members from the next step on, if they change.
 
     ``wants_change`` of the leader, the member of rank 0, tells whether the next group can be entered; all of them see ``changes``
-    at the same step.
+    at the same step. ``devices`` are the members' names, for messages about ``job``.
     """
 
-    def __init__(self, group: Group, shards: int, wants_change: Callable[[], bool]) -> None:
+    def __init__(self, group: Group, job: str, shards: int, devices: Sequence[str], wants_change: Callable[[], bool]) -> None:
         self.group = group
+        self._job, self._devices = job, devices
         self.changes = False
         self.dealt: list[range] | None = None
         self.ranges = ranges_by_speed(shards, [1.0] * group.size)
@@ -52,22 +56,45 @@ class Exchange:
 
     def weights(self, mine: list[float]) -> list[float]:
         """Return the weights of all shards; those of others are 0 in ``mine``."""
-        return [max(of_shard) for of_shard in zip(*self.group.gather(mine))]
+        return [max(of_shard) for of_shard in zip(*self.gather("a batch", mine))]
+
+    def gather(self, place: str, message: Any) -> list[Any]:
+        """Return the messages of all members by rank. Raises InvalidJobError if one of them has come to another ``place``."""
+        told = self.group.gather((place, message))
+        if any(theirs != place for theirs, _ in told):
+            check_alike(self._job, "what comes next", [theirs for theirs, _ in told], self._devices, DATA)
+        return [one for _, one in told]
+
+    def check_state(self, mine: dict[str, Any]) -> None:
+        """Raise InvalidJobError if the state of other members is another one than ``mine``, which has digests by name."""
+        if len(set(self.gather("the end of an epoch", digest(mine)))) > 1:
+            check_alike(self._job, "the state", self.gather("its state", mine), self._devices, STATE)
 
     def exchange(
-        self, step: ShardedStep, losses: dict[int, float], reached: set[str], after: dict[int, Buffers], seconds: float
+        self,
+        step: ShardedStep,
+        alike: dict[str, Any],
+        losses: dict[int, float],
+        reached: set[str],
+        after: dict[int, Buffers],
+        seconds: float,
     ) -> tuple[dict[int, float], set[str], dict[int, Buffers]]:
-        """Return all shards' losses, the parameters that any of them reaches, and their buffers after the step."""
+        """Return all shards' losses, the parameters that any of them reaches, and their buffers after the step.
+
+        Raises InvalidJobError if what is to be ``alike`` of the batch is not the same on all members.
+        """
         packed = {shard: (tuple(buffers), _packed(buffers)) for shard, buffers in after.items()}
         by_shard = seconds / len(losses) if losses else 0.0
-        told = self.group.gather((losses, reached, packed, by_shard, self._wants_change()))
+        told = self.gather("a batch", (losses, reached, packed, by_shard, digest(alike), self._wants_change()))
+        if len({one[-2] for one in told}) > 1:
+            check_alike(self._job, f"the batch of step {step.calls + 1}", self.gather("its data", alike), self._devices, DATA)
         all_losses, all_reached, all_after = dict[int, float](), set[str](), dict[int, Buffers]()
-        for other, more, buffers, _, _ in told:
+        for other, more, buffers, *_ in told:
             all_losses |= other
             all_reached |= more
             all_after |= {shard: step.unpacked(names, data) for shard, (names, data) in buffers.items()}
         self.changes = told[0][-1]
-        self._note([one[-2] for one in told])
+        self._note([one[3] for one in told])
         return all_losses, all_reached, all_after
 
     def sum_up(self, sums: FlatSums, nodes: list[list[torch.Tensor]]) -> None:

@@ -133,13 +133,13 @@ class Group:
 
 
 class _Pickler(pickle.Pickler):
-    # Tensors are left out, and collected in a list.
+    # Tensors are left out, and collected in a list; of a sparse one its parts.
     def __init__(self, file: IO[bytes], tensors: list[torch.Tensor]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self._tensors = tensors
 
     def persistent_id(self, value: Any) -> int | None:
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
             return None
         self._tensors.append(value)
         return len(self._tensors) - 1

@@ -7,14 +7,14 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
-from waterflow.errors import CheckpointError, WaterflowError, told
+from waterflow.errors import CheckpointError, told
 from waterflow.job import JobResult
+from waterflow.results import pack_result
 from waterflow.training.runner import JobRunner
 from waterflow.training.safepoint import JobEnded
 from waterflow.training.shards.group import Group, MemberLost
@@ -87,12 +87,7 @@ class Link:
 
     def finish(self, result: JobResult, spent: Mapping[str, float]) -> None:
         """Tell that the job has ended; wait until the caller, which asks one member for the result, ends this process."""
-        try:
-            pickle.dumps(result)
-        except Exception:
-            error = WaterflowError(f"{type(result.error).__name__}: {result.error}")
-            result = replace(result, error=error)
-        self._result = result, spent
+        self._result = pack_result(result), spent
         self.tell("done", result.status, "" if result.error is None else told(result.error))
         threading.Event().wait()
 
@@ -144,8 +139,13 @@ class Link:
         error = made.exception()
         if not isinstance(error, JobEnded | None):
             error = CheckpointError(told(error))  # the user's own may not be sent
-        content = "copy", None if error is not None else made.result(), error
-        threading.Thread(target=self.tell, args=content, daemon=True).start()
+        threading.Thread(target=self._tell_copy, args=(made, error), daemon=True).start()
+
+    def _tell_copy(self, made: Any, error: BaseException | None) -> None:
+        try:
+            self.tell("copy", None if error is not None else made.result(), error)
+        except Exception as why:
+            self.tell("copy", None, CheckpointError(f"state of the job cannot be sent to another process: {why}"))
 
     def _beat(self) -> None:
         parent = os.getppid()

@@ -27,6 +27,7 @@ from torch import nn
 
 from waterflow.errors import InvalidJobError, JobCancelled, WaterflowError
 from waterflow.executor.cancel import UserCode, limited
+from waterflow.executor.data.digest import digest
 from waterflow.executor.data.loader import why_not_again
 from waterflow.executor.engine import Engine
 from waterflow.executor.memory_limit import free_memory, parse_memory
@@ -36,6 +37,7 @@ from waterflow.results import over_limit, result_of
 from waterflow.training.checkpoint import Checkpoint
 from waterflow.training.runner import OnEpoch, StopJob
 from waterflow.training.safepoint import JobEnded
+from waterflow.training.shards.agreement import check_unchanged
 from waterflow.training.shards.group import HOST
 from waterflow.training.shards.member import Start
 from waterflow.units import check_device
@@ -303,6 +305,8 @@ class ElasticRunner:
             return self._result(*given)
         elif what == "died":
             return self._gone(member)
+        elif what == "unreadable":
+            raise WaterflowError(f"device {member.device} of job {self.job.name!r} sent what cannot be read here: {given[0]}")
         return None
 
     def _ordered(self, what: str, *given: Any) -> JobResult | None:
@@ -328,7 +332,8 @@ class ElasticRunner:
         error = JobCancelled(self._stopped or "interrupted")
         return result_of(self.job.name, "cancelled", error, None, (), (), time.perf_counter() - self._began)
 
-    def _result(self, result: JobResult, spent: dict[str, float]) -> JobResult:
+    def _result(self, content: bytes, spent: dict[str, float]) -> JobResult:
+        result: JobResult = pickle.loads(content)
         self._account |= {what: spent.get(what, 0) for what in ("eager steps", "captures", "captures anew")}
         self._account["steps"] = result.steps
         if isinstance(self.job.model, nn.Module) and result.state_dict is not None:  # the caller expects it trained
@@ -346,7 +351,9 @@ class ElasticRunner:
             self._answers[epoch] = "go on"
             try:
                 if self._on_epoch is not None:
+                    before = _copied_to_devices(self.job)
                     self._on_epoch(epoch, metrics)
+                    check_unchanged(self.job.name, before, _copied_to_devices(self.job))
             except StopJob:
                 self._answers[epoch] = "prune"
             except BaseException as error:
@@ -355,7 +362,7 @@ class ElasticRunner:
 
     def _done(self, member: _Member, status: str, why: str) -> None:
         # All who end have the same result: the first answer counts. Others may wait for a failed one for ever.
-        if member in self._now or self._entered < 0 or status != "failed":
+        if member.entered >= 0 or self._entered < 0 or status != "failed":
             member.tell("result")
         else:
             logger.warning("device %s could not join job %r, which goes on without it: %s", member.device, self.job.name, why)
@@ -405,7 +412,11 @@ class ElasticRunner:
     def _receive(self, member: _Member) -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
-                self._inbox.put((member, pickle.loads(member.connection.recv_bytes())))
+                content = member.connection.recv_bytes()
+                try:
+                    self._inbox.put((member, pickle.loads(content)))
+                except Exception as error:  # of the user's classes; the process would wait for an answer
+                    self._inbox.put((member, ("unreadable", error)))
 
     def _await_end(self, member: _Member) -> None:
         member.process.wait()
@@ -498,6 +509,24 @@ class ElasticRunner:
         with contextlib.suppress(IndexError):  # other threads settle or add some, too
             while made := self._copies.pop():
                 made.set_result(checkpoint) if checkpoint is not None else made.set_exception(error or ended)
+
+
+def _copied_to_devices(job: Job) -> dict[str, Any]:
+    # What callbacks could change here, where it has no effect: tensors of the model, and numbers and text of its and the data's objects.
+    owners = {f"the data's {name}": getattr(job.data, name, None) for name in ("sampler", "batch_sampler", "dataset")}
+    owners["the data"], tensors = job.data, dict[str, bytes]()
+    if isinstance(job.model, nn.Module):
+        owners |= {f"module {name!r}": module for name, module in job.model.named_modules()}
+        tensors = {name: digest(tensor) for name, tensor in (*job.model.named_parameters(), *job.model.named_buffers())}
+    simple = {
+        where: {
+            key: value
+            for key, value in getattr(owner, "__dict__", {}).items()
+            if key[0] != "_" and isinstance(value, int | float | str)
+        }
+        for where, owner in owners.items()
+    }
+    return simple | {"the model": tensors}
 
 
 def _cores(device: str, threads: int) -> list[int] | None:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from waterflow.errors import InvalidJobError
+from waterflow.executor.data.digest import digest
 from waterflow.executor.data.sharded import Cut, cut, stream_seed
 from waterflow.executor.program.eager import OfPart
 from waterflow.executor.program.step_future import Done
@@ -90,9 +91,18 @@ class Peers(Protocol):
         """Return the weights of all shards; those of others are 0 in ``mine``."""
 
     def exchange(
-        self, step: ShardedStep, losses: dict[int, float], reached: set[str], after: dict[int, Buffers], seconds: float
+        self,
+        step: ShardedStep,
+        alike: dict[str, Any],
+        losses: dict[int, float],
+        reached: set[str],
+        after: dict[int, Buffers],
+        seconds: float,
     ) -> tuple[dict[int, float], set[str], dict[int, Buffers]]:
-        """Return all shards' losses, the parameters that any of them reaches, and their buffers after the step."""
+        """Return all shards' losses, the parameters that any of them reaches, and their buffers after the step.
+
+        Raises InvalidJobError if what is to be ``alike`` of the batch is not the same on all members.
+        """
 
     def sum_up(self, sums: FlatSums, nodes: list[list[torch.Tensor]]) -> None:
         """Put the sum over all shards into ``sums``; ``nodes`` has the sums of this process's nodes of the tree."""
@@ -151,7 +161,8 @@ class ShardedStep(Step):
             nodes.append(sums.put_aside() if high < self.mine.stop else sums.flat)
         if self.peers is not None:
             seconds = time.perf_counter() - began
-            given.losses, reached, self._after = self.peers.exchange(self, given.losses, reached, self._after, seconds)
+            mine = batch.alike, given.losses, reached, self._after, seconds
+            given.losses, reached, self._after = self.peers.exchange(self, *mine)
             self.peers.sum_up(sums, nodes)
         self._commit(given.losses, reached)
         for what in ("steps", "eager steps"):  # its calls count as one
@@ -251,6 +262,14 @@ class ShardedStep(Step):
     def seed_evaluation(self) -> None:
         """Let an evaluation draw numbers that follow from the seed and the number of batches so far."""
         self._seed_numbers(self.shards)
+
+    def take_over_buffers(self) -> None:
+        """Let buffers that an evaluation has changed in the model be those of all shards."""
+        named = dict(self._spec.model.named_buffers()) if self.buffers[0] else {}
+        for name, own in self.buffers[0].items():
+            if digest(named[name]) != digest(own):
+                for buffers in self.buffers:
+                    buffers[name] = named[name].clone()
 
     def _seed_numbers(self, stream: int) -> None:
         for generator in self.generators:
