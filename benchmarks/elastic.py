@@ -1,11 +1,12 @@
 """One job on several devices that join, leave and die while it trains: its bits, its speed, and its pauses.
 
-    python -m benchmarks.elastic [bits kills speed pauses stragglers overhead] [--save]
+    python -m benchmarks.elastic [bits apart kills speed pauses stragglers overhead] [--save]
 
 Each part takes at most ten minutes on two cores, all of them about a quarter of an hour. Devices are cores, with a process each.
 Steps are counted from outside: each process appends a line to a file after every step (``benchmarks.elastic_jobs``).
 
-``bits``: the same on any number of devices, and while that changes. ``kills``: devices killed at drawn moments. ``speed``: two
+``bits``: the same on any number of devices, and while that changes. ``apart``: jobs whose members begin apart, or whose evaluation
+changes the model. ``kills``: devices killed at drawn moments. ``speed``: two
 devices against one, and against DistributedDataParallel over gloo. ``pauses``: the longest step around a change, against stopping
 and starting again. ``stragglers``: one core is shared with a busy loop. ``overhead``: parts of batches on one device against
 accumulation by hand; and jobs without parts are what they were.
@@ -164,6 +165,34 @@ def _grown_and_shrunk(folder: Path, alike: Row, changes: int, steps: int = 120, 
 def _equal(what: str, one: wf.JobResult, other: wf.JobResult) -> Row:
     equal = same(one, other)
     return _row(what, "equal bits" if equal else "OTHER BITS", "equal bits", equal)
+
+
+# -- apart
+
+
+def apart(folder: Path, repeats: int, count: int = 10) -> list[Row]:
+    """Drawn jobs: each ends with the bits of one process that begins with the leader's state, or is refused with a reason."""
+    chance, ends = random.Random(SEED), list[str]()
+    for _ in range(count):
+        job, odd, alone = elastic_jobs.drawn_apart(chance)
+        result = run(job, BOTH, on_error="continue")
+        if any(odd.startswith(what) for what in elastic_jobs.REFUSED):
+            told = isinstance(result.error, wf.InvalidJobError) and "is not the same on its devices" in str(result.error)
+            ends.append("refused" if told else "OTHER")
+        else:
+            equal = result.status == "completed" and same(result, wf.train([alone(result)])[0])
+            ends.append("equal" if equal else "OTHER")
+        print(f"{ends[-1]}: {odd}: {result.error or ''}"[:200], file=sys.stderr)
+    many = Counter(ends)
+    more = f"{many['equal']} with equal bits, {many['refused']} refused with a reason, {many['OTHER']} else"
+    return [
+        _row(
+            f"{count} drawn jobs whose members begin apart, or whose evaluation changes the model",
+            more,
+            "0 else",
+            not many["OTHER"],
+        )
+    ]
 
 
 # -- kills
@@ -451,7 +480,7 @@ def _without_shards(batch: int = 16, steps: int = 20) -> list[Row]:
 
 
 PARTS: dict[str, Callable[[Path, int], list[Row]]] = {
-    "bits": bits, "kills": kills, "speed": speed, "pauses": pauses, "stragglers": stragglers, "overhead": overhead,
+    "bits": bits, "apart": apart, "kills": kills, "speed": speed, "pauses": pauses, "stragglers": stragglers, "overhead": overhead,
 }  # fmt: skip
 
 

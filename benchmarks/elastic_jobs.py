@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import os
+import random
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 import waterflow as wf
 from waterflow import zoo
@@ -180,6 +182,109 @@ def job(
         what.name, what.model, DataLoader(rows, batch), what.optimizer, step=what.loss, seed=SEED, shards=shards,
         scheduler=lambda optimizer: StepLog(log, halved(optimizer) if halve else None), scheduler_interval="step", **settings,
     )  # fmt: skip
+
+
+# -- jobs whose members begin apart, or whose evaluation changes the model
+
+NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
+
+
+class Apart(nn.Module):
+    """A classifier of which each process may make another one, and what evaluations change: an average, weights, an attribute."""
+
+    def __init__(self, begins: str, width: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict(
+            {name: nn.Linear(16, width) for name in (set(NAMES) if begins == "modules by a set" else NAMES)}
+        )
+        self.norm, self.out, self.scale = nn.BatchNorm1d(width), nn.Linear(width, 4), 1.0
+        if begins == "weights by NumPy":
+            for weight in self.parts.parameters():
+                weight.data.copy_(torch.from_numpy(np.random.randn(*weight.shape) / 8))
+        if begins == "an attribute by Python":
+            self.scale = random.uniform(0.5, 1.5)
+        self.register_buffer("average", torch.zeros(4, width))
+        for name, weight in list(self.named_parameters()):
+            self.register_buffer(f"first_{name.replace('.', '_')}", weight.detach().clone())
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Rows of 16 numbers to scores."""
+        hidden = self.norm(torch.stack([self.parts[name](rows) for name in NAMES]).sum(0)).relu() * self.scale
+        return self.out(hidden) + F.linear(hidden, self.average)
+
+
+def begun(width: int, state: dict[str, Tensor], scale: float) -> nn.Module:
+    """The same model as it began, from its state at the end."""
+    model = Apart("alike", width)
+    for name, weight in model.named_parameters():
+        weight.data.copy_(state[f"first_{name.replace('.', '_')}"])
+    for name in state:
+        if name.startswith("first_"):
+            model.get_buffer(name).copy_(state[name])
+    model.scale = scale
+    return model
+
+
+def _freeze(model: Any) -> None:
+    model.out.bias.requires_grad_(not model.out.bias.requires_grad)
+
+
+def _scale(model: Any) -> None:
+    model.scale *= 0.9
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda model: None,
+    "an average": lambda model: model.average.lerp_(model.out.weight.detach(), 0.5),
+    "clipped weights": lambda model: model.out.weight.data.clamp_(-0.1, 0.1),
+    "statistics": lambda model: model.norm.reset_running_stats(),
+    "what is frozen": _freeze,
+    "an attribute": _scale,
+}
+
+
+def changing(what: str, model: Any) -> dict[str, float]:
+    """An evaluation that changes the model; its metrics are of the time before."""
+    told = {"scale": model.scale, "weight": float(model.out.weight.detach().sum())}
+    CHANGES[what](model)
+    return told
+
+
+class ByPython(Sampler[int]):
+    """An order that each process draws for itself."""
+
+    def __iter__(self) -> Iterator[int]:
+        """All of 96 rows."""
+        return iter(random.sample(range(96), 96))
+
+
+def apart_rows(kind: str, batch: int) -> DataLoader[Any]:
+    """Rows in an order, or with labels, that may be each process's own."""
+    numbers, order = torch.Generator().manual_seed(SEED), set(NAMES) if kind == "labels by a set" else NAMES
+    label = {name: number % 4 for number, name in enumerate(order)}
+    targets = torch.tensor([label[NAMES[row % len(NAMES)]] for row in range(96)])
+    rows = TensorDataset(zoo.randn(96, 16, generator=numbers), targets)
+    return DataLoader(rows, batch, sampler=ByPython() if kind == "a sampler by Python" else None)
+
+
+REFUSED = ["modules by a set", "labels by a set", "a sampler by Python"]
+
+
+def drawn_apart(chance: random.Random) -> tuple[wf.Job, str, Callable[[wf.JobResult], wf.Job]]:
+    """A job, what is odd of it, and the same job with the first state that a result began with."""
+    odd = chance.choice([*["nothing", "weights by NumPy", "an attribute by Python"] * 2, *REFUSED])
+    change, width, shards = chance.choice(list(CHANGES)), chance.choice([8, 24, 32]), chance.choice([2, 3, 4])
+    job = wf.Job(
+        "apart", partial(Apart, odd, width), partial(apart_rows, odd, chance.choice([12, 16, 24])), chance.choice([sgd, adamw]),
+        loss=F.cross_entropy, evaluate=partial(changing, change), epochs=3, seed=SEED, shards=shards,
+        accumulate=chance.choice([1, 2]), clip_grad_norm=chance.choice([None, 1.0]),
+    )  # fmt: skip
+
+    def alone(result: wf.JobResult) -> wf.Job:
+        assert result.state_dict is not None
+        return replace(job, model=partial(begun, width, result.state_dict, result.metrics[0]["scale"]))
+
+    return job, f"{odd} apart; an evaluation changes {change}", alone
 
 
 # -- without waterflow
