@@ -585,7 +585,8 @@ def test_four_adapters_over_one_base(no_captures: CaptureCache) -> None:
         for number in range(4)
     ]  # fmt: skip
     together = wf.train(jobs)
-    assert no_captures.captures == 4 and not any(result.opaque_reason for result in together)
+    # Of two ranks, each again once kernels have told their layouts; one may be captured after the other's have.
+    assert (captures := no_captures.captures) in (3, 4) and not any(result.opaque_reason for result in together)
     held = {one.data_ptr() for one in base.parameters()}
     for job, result in zip(jobs, together):
         (alone,) = wf.train([job])
@@ -593,6 +594,7 @@ def test_four_adapters_over_one_base(no_captures: CaptureCache) -> None:
         for name, tensor in result.state_dict.items():
             assert same_bits(tensor, alone.state_dict[name])
             assert (tensor.data_ptr() in held) is ("lora_" not in name), name
+    assert no_captures.captures == captures
 
 
 def test_a_base_that_another_job_trains() -> None:

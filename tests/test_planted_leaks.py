@@ -48,7 +48,7 @@ def _entries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _batch(monkeypatch: pytest.MonkeyPatch) -> None:
     flatten = step.flatten
-    monkeypatch.setattr(step, "flatten", lambda batch: (*flatten(batch)[:2], "a batch"))
+    monkeypatch.setattr(step, "flatten", lambda *given: (*flatten(*given)[:2], "a batch"))
     monkeypatch.setattr(bound_step, "with_values", lambda known, places, leaves: (*known, (places, ())) if places else known)
 
 

@@ -74,7 +74,7 @@ def wrong_rule(monkeypatch: pytest.MonkeyPatch) -> None:
 
     # As if torch said so: what the user's own code does there would be no part of a capture.
     code = dispatch.__code__.replace(co_filename=torch.__file__)
-    theirs = FunctionType(code, globals(), "dispatch", None, dispatch.__closure__)
+    theirs = FunctionType(code, {**globals(), "__name__": torch.__name__}, "dispatch", None, dispatch.__closure__)
     monkeypatch.setattr(TracingMode, "_dispatch_impl", theirs)
     monkeypatch.setattr(fake_rules, "_answers", {})
     monkeypatch.setattr(fake_rules, "_corrections", {})

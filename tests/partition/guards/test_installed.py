@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import importlib
 import itertools
+import logging
 import sys
 import textwrap
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -732,3 +734,31 @@ def test_a_package_that_the_step_imports(install: Callable[[str], Any], no_captu
     for batch in images(3):
         step(batch)
     assert step.opaque_reason is None and step.eager_steps == 1
+
+
+def test_handlers_of_what_a_library_logs(install: Callable[[str], Any]) -> None:
+    """A package's record factory and handler are the process's, and no part of the step."""
+    package = install("""
+        import logging, time
+        seen = []
+        def factory(*args, **kwargs):
+            return stamped(logging.LogRecord(*args, **kwargs))
+        def stamped(record):
+            seen.append(time.perf_counter())
+            return record
+        """)
+
+    def speak(x: torch.Tensor) -> torch.Tensor:
+        logging.getLogger("waterflow.tests.speak").error("said")
+        return x * 2
+
+    code = speak.__code__.replace(co_filename=torch.__file__)
+    library = types.FunctionType(code, {"logging": logging, "__name__": "torch.nn.functional"}, "speak")
+    model, before = torch.nn.Linear(3, 4), logging.getLogRecordFactory()
+    step = wf.Step(model, step=lambda m, b: library(m(b)).mean(), optimizer=SGD(model.parameters(), lr=0.1))
+    logging.setLogRecordFactory(package.factory)
+    try:
+        step(torch.ones(2, 3))
+    finally:
+        logging.setLogRecordFactory(before)
+    assert package.seen and step.opaque_reason is None

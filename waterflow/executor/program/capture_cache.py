@@ -182,12 +182,14 @@ class CaptureBudget:
         """
         if self._made < FREE_CAPTURES or self._allows(kind):
             return
-        told, self._told_of_changes = self._told_of_changes, True
-        why = "" if told else (
-            f"{changes()}, and a capture takes longer than a step. What then stays as it is is captured by and by; for a number "
-            "that never does, read a buffer in its place, and change that (model.weight.fill_(x)), or pass a tensor in the batch"
-        )  # fmt: skip
-        raise NewKind(why, changed=True)
+        if self._told_of_changes:
+            raise NewKind("", changed=True)
+        self._told_of_changes = True
+        raise NewKind(
+            f"{changes()}, and a capture takes longer than a step. What then stays as it is is captured by and by; for a number that "
+            "never does, read a buffer in its place, and change that (model.weight.fill_(x)), or pass a tensor in the batch",
+            changed=True,
+        )
 
     def _allows(self, kind: Hashable) -> bool:
         if hash(kind) not in self._seen:

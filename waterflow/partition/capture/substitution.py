@@ -160,26 +160,46 @@ def _same_state(one: Any, other: Any) -> bool:
 
 @contextlib.contextmanager
 def no_collections() -> Iterator[None]:
-    """Switch the garbage collector off for the block.
+    """Switch the garbage collector off for the block, and those of other threads that overlap it.
 
     A collector that was off stays off. In a child process that is forked meanwhile (a loader's worker) it is on.
     """
-    # Captures and searches over sizes make many objects and little garbage: collections took a fifth of their time.
-    global _collector_is_off
-    was_on = gc.isenabled()
-    _collector_is_off |= was_on
-    gc.disable()
+    # Captures and searches over sizes make many objects and little garbage: collections took a fifth of their time. And in
+    # a trace what others have it call (``gc.callbacks``) would count as the step's.
+    _collector.enter()
     try:
         yield
     finally:
-        if was_on:
+        _collector.leave()
+
+
+class _Collector:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._blocks, self._was_on = 0, False
+
+    def enter(self) -> None:
+        with self._lock:
+            if self._blocks == 0:
+                self._was_on = gc.isenabled()
+                gc.disable()
+            self._blocks += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._blocks -= 1
+            if self._blocks == 0 and self._was_on:
+                gc.enable()
+
+    def in_child(self) -> None:
+        if self._blocks and self._was_on:
             gc.enable()
-            _collector_is_off = False
+        self.__init__()  # type: ignore[misc]  # the thread that held the lock is not here
 
 
-_collector_is_off = False
+_collector = _Collector()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: gc.enable() if _collector_is_off else None)
+    os.register_at_fork(after_in_child=_collector.in_child)
 
 
 @contextlib.contextmanager

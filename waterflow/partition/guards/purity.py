@@ -56,8 +56,8 @@ _OF_CLASSES = frozenset(map(id, (isinstance, issubclass, callable)))
 _BY_NAME = {id(getattr): "read", id(hasattr): "read", id(setattr): "write", id(delattr): "write"}
 
 
-_IMPORTERS = frozenset(
-    {"importlib._bootstrap", "importlib._bootstrap_external", "_frozen_importlib", "_frozen_importlib_external"}
+_OF_PROCESS = frozenset(
+    {"importlib._bootstrap", "importlib._bootstrap_external", "_frozen_importlib", "_frozen_importlib_external", "logging"}
 )
 _Rules = dict[Kind, Callable[[tuple[Any, ...]], None]]
 
@@ -76,7 +76,7 @@ class ClosedWorld:
         self._settings = {ask: ask() for ask in (settings.of_numpy, settings.of_warnings, settings.of_classes)}
         self._met: dict[int, tuple[types.CodeType, dict[str, Any]]] = {}
         self._known: set[types.CodeType] | None = None
-        self._importing: set[types.CodeType] = set()  # code of packages that ran while a module was imported
+        self._of_process: set[types.CodeType] = set()  # code of packages that ran while a module was imported, or text logged
         self._imported: set[str] = set()  # packages that the trace has imported
         self._refusal: CaptureError | None = None
 
@@ -167,9 +167,9 @@ class ClosedWorld:
         if not is_library_code(code, space):
             return True
         package, caller = code_refs.package_of(space.get("__name__")), sys._getframe(2)
-        # Finders and loaders of modules are installed for the whole process, and are no part of the step.
-        if caller.f_code in self._importing or caller.f_globals.get("__name__") in _IMPORTERS:
-            self._importing.add(code)
+        # Finders and loaders of modules, and handlers of what libraries log, are the process's, and no part of the step.
+        if caller.f_code in self._of_process or caller.f_globals.get("__name__") in _OF_PROCESS:
+            self._of_process.add(code)
             self._imported.update([package] if code.co_name == "<module>" else [])
             return False
         why = None
