@@ -72,9 +72,11 @@ def pack_result(result: JobResult) -> bytes:
     """
     if result.error is not None:
         result = replace(result, error=sendable(result.error))
-    if (content := _readable(result)) is not None:
-        return content
-    lost: dict[str, Any] = {one.name: None for one in fields(result) if _readable(getattr(result, one.name)) is None}
+    # Weights can be read; to try that with large ones would take their memory again.
+    plain = {name: value for name, value in (result.state_dict or {}).items() if not isinstance(value, torch.Tensor)}
+    if _is_readable(replace(result, state_dict=plain)):
+        return bytes(cloudpickle.dumps(result))
+    lost: dict[str, Any] = {one.name: None for one in fields(result) if not _is_readable(getattr(result, one.name))}
     error = WaterflowError(
         f"job {result.name!r} has ended, and what another process cannot read of its result is lost: {', '.join(lost)}. Let objectives "
         "and get_extra_state return plain data and tensors"
@@ -82,13 +84,12 @@ def pack_result(result: JobResult) -> bytes:
     return bytes(cloudpickle.dumps(replace(result, **lost | {"status": "failed", "error": error})))
 
 
-def _readable(value: Any) -> bytes | None:
+def _is_readable(value: Any) -> bool:
     try:
-        content = bytes(cloudpickle.dumps(value))
-        pickle.loads(content)
+        pickle.loads(cloudpickle.dumps(value))
     except Exception:
-        return None
-    return content
+        return False
+    return True
 
 
 def _on_host(state: dict[str, Any]) -> dict[str, Any]:

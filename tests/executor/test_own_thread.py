@@ -88,7 +88,10 @@ def three_threads() -> Iterator[None]:
 @pytest.mark.parametrize("submits", [False, True])
 @pytest.mark.parametrize("priority", ["guaranteed", "opportunistic"])
 def test_in_a_loop_beside_an_engine(submits: bool, priority: Any, three_threads: None) -> None:
-    """With as many intra-op threads as on a lane, and as before when the step has ended."""
+    """As the engine's own threads do, with a lane's number of intra-op threads; a lane does what a thread with another number hands in.
+
+    An opportunistic job's work waits for its lane, and takes over that number meanwhile.
+    """
     seen = []
 
     def looking(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -103,7 +106,23 @@ def test_in_a_loop_beside_an_engine(submits: bool, priority: Any, three_threads:
             assert (made.submit(batch).result() if submits else made(batch)).isfinite()
             assert torch.get_num_threads() == 3
     assert made.opaque_reason is not None
-    assert set(seen[-len(BATCHES) :]) == {(threading.get_ident(), 1)}
+    assert {threads for _, threads in seen[-len(BATCHES) :]} == {1}
+    assert ({thread for thread, _ in seen[-len(BATCHES) :]} == {threading.get_ident()}) is (priority == "opportunistic")
+
+
+def test_in_a_loop_with_as_many_threads_as_a_lane(three_threads: None) -> None:
+    seen = []
+
+    def looking(model: nn.Module, batch: Any) -> torch.Tensor:
+        seen.append(threading.get_ident())
+        return model(batch).mean()
+
+    with Engine(memory=256 * MiB, lanes=2, threads_per_lane=3) as engine:
+        model = nn.Linear(4, 1)
+        made = wf.Step(model, step=looking, optimizer=sgd(model.parameters()), engine=engine)
+        for batch in BATCHES:
+            made(batch)
+    assert set(seen[-len(BATCHES) :]) == {threading.get_ident()}
 
 
 @pytest.mark.parametrize("how", SETTINGS)

@@ -93,21 +93,23 @@ class OneAudit(Protocol):
 class EagerWork:
     """Work of a job that is not captured. The thread that makes this object does it, in the place of a lane, with ``do()``.
 
-    So the user's code finds its thread-locals and context variables, as in a loop by hand.
+    So the user's code finds its thread-locals and context variables, as in a loop by hand. Threads of jobs and trials have as many
+    intra-op threads as a lane; where a thread has another number the lane does the work, as to change it takes milliseconds.
     """
 
     def __init__(self, engine: Engine, job: int, height: int, work: Callable[[], object]) -> None:
         self._engine = engine
         self._lent = LentLane(work, engine.lent_to) if engine.lends_lanes(job) else None
         self.run = _C.opaque_run(height, self._lent or work)
-        self.run.by_caller = self._lent is None
+        as_a_lane = engine.device.type != "cpu" or torch.get_num_threads() == engine.threads_per_lane
+        self.run.by_caller = self._lent is None and as_a_lane
 
     def do(self) -> None:
         """Do the work when ``run``, which was submitted, has its turn; return at its end. Raises nothing of the work's."""
-        with self._engine.threads_of_a_lane():
-            if self._lent is not None:
+        if self._lent is not None:
+            with self._engine.threads_of_a_lane():
                 self._lent.use(self.run)
-            self._engine.native.wait(self.run)
+        self._engine.native.wait(self.run)
 
 
 MOST_AUDITS = 100_000

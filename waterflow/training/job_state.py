@@ -131,7 +131,7 @@ class JobState:
             found[f"group {number} of the optimizer"] = copied(settings)
         found |= {name: digest(tensor) for name, tensor in self._tensors()}
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+            for key, value in sorted(optimizer.state.get(parameter, {}).items(), key=str):
                 found[f"{key} of {names.get(id(parameter))}"] = digest(value)
         return found
 

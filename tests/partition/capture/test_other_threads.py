@@ -94,6 +94,65 @@ def assigned(model: Any) -> None:
     model.registry["own"] = 1
 
 
+READS: dict[str, Callable[[Any], Any]] = {
+    "get": lambda model: model.registry.get("scale"),
+    "getattr": lambda model: getattr(model.registry, "get")("scale"),  # noqa: B009
+    "hasattr": lambda model: hasattr(model, "registry"),
+    "len": lambda model: len(model.registry) and len(model.names),
+    "min": lambda model: min(model.names),
+    "isinstance": lambda model: isinstance(model, Net) and isinstance(model.names, list),
+    "items": lambda model: [*model.registry.items()],
+    "sorted": lambda model: sorted(model.names),
+}
+
+
+@pytest.mark.parametrize("what", READS)
+def test_what_a_step_only_reads_is_nobodys_loss(meanwhile: Any, what: str) -> None:
+    cls = fresh()
+
+    def step(m: Any, batch: torch.Tensor) -> torch.Tensor:
+        loss = m(batch).mean()
+        READS[what](m)
+        return loss
+
+    def change() -> None:
+        cls.registry["other"] = 1
+        cls.names.append("b")
+        cls.late = 1  # type: ignore[attr-defined]
+
+    meanwhile(change, 1)
+    step_of(cls(), step)(torch.ones(2, 4))
+    assert cls.registry == {"scale": 1.0, "other": 1} and cls.names == ["a", "b"] and vars(cls)["late"] == 1
+
+
+def unbound(model: Any) -> None:
+    append = model.names.append
+    append("own")
+
+
+BOUND: dict[str, Callable[[Any], Any]] = {
+    "by its name": unbound,
+    "unpacked": lambda model: model.names.append(*["own"]),
+    "mapped": lambda model: list(map(model.names.append, ["own"])),
+    "as a key": lambda model: sorted("a", key=model.names.append),
+}
+
+
+@pytest.mark.parametrize("what", BOUND)
+def test_methods_of_a_list_write_to_it(meanwhile: Any, what: str) -> None:
+    cls = fresh()
+
+    def step(m: Any, batch: torch.Tensor) -> torch.Tensor:
+        loss = m(batch).mean()
+        BOUND[what](m)
+        return loss
+
+    made = step_of(cls(), step)
+    for _ in range(5):
+        made(torch.ones(2, 4))
+    assert len(cls.names) == 6 and made.opaque_reason is not None and "names" in made.opaque_reason
+
+
 WRITES: dict[str, Callable[[Any], Any]] = {
     "an entry": lambda model: model.registry.update({"own": 1}),
     "an entry, by its key": assigned,

@@ -26,10 +26,17 @@ def digest(value: Any) -> bytes:
 
 def is_plain(value: Any) -> bool:
     """Return True for numbers, text and arrays, also nested: what another process can be given, and a digest sees wholly."""
+    try:
+        return _is_plain(value)
+    except RecursionError:  # it contains itself
+        return False
+
+
+def _is_plain(value: Any) -> bool:
     if type(value) is dict:
-        return all(is_plain(key) and is_plain(entry) for key, entry in value.items())
+        return all(_is_plain(key) and _is_plain(entry) for key, entry in value.items())
     if type(value) in _NESTED:
-        return all(map(is_plain, value))
+        return all(map(_is_plain, value))
     return type(value) in _NUMBERS or (isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject)
 
 

@@ -22,7 +22,6 @@ from waterflow.executor.data.rows import SeededRows
 from waterflow.executor.rng import own_numbers
 
 SAMPLE = 4096  # bytes of a tensor in which batches are compared
-PROBED = 8  # rows of a batch that are read to be compared
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,8 @@ class _Parts:
             probed = self.compared and (number == skip or not number & (number - 1))
             self.batches.append((rows, indices, probed, order))
             if probed:
-                yield stream_seed(self._seed, self._shards, self.passes, number), indices[:PROBED]
+                # A whole part, as a collate function gets it anyway.
+                yield stream_seed(self._seed, self._shards, self.passes, number), indices[: rows[0]]
             for shard in (shard for shard in self.mine if rows[shard]):
                 begin = sum(rows[:shard])
                 yield stream_seed(self._seed, shard, self.passes, number), indices[begin : begin + rows[shard]]

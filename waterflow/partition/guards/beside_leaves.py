@@ -12,7 +12,6 @@ import enum
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
@@ -42,7 +41,9 @@ NOTHING = Beside()
 
 def held_beside(batch: Any, spec: pytree.TreeSpec, leaves: Sequence[Any]) -> Beside:
     """Return what the objects of a batch hold beside its leaves. Raises CaptureError for what cannot be compared with another's."""
-    if _BARE.issuperset(classes_of(spec)) and _BARE.issuperset(type(one) for one in leaves if not isinstance(one, torch.Tensor)):
+    if all(map(_is_bare, classes_of(spec))) and _BARE.issuperset(
+        type(one) for one in leaves if not isinstance(one, torch.Tensor)
+    ):
         return NOTHING
     parts: list[Any] = []
     # append returns None, so tree_flatten goes on into every part, and hands over the containers, too.
@@ -53,9 +54,18 @@ def held_beside(batch: Any, spec: pytree.TreeSpec, leaves: Sequence[Any]) -> Bes
     found: list[tuple[int, str, Hashable]] = []
     for number, part in enumerate(parts):
         # ``type``: a stand-in of a trace passes for what it stands for.
-        if type(part) not in _BARE and not issubclass(type(part), (torch.Tensor, enum.Enum, np.generic, StandIn)):
-            found += [(number, name, _said(value, numbers, part, name)) for name, value in _attributes(part).items()]
+        kind = type(part)
+        if not _is_bare(kind) and kind.__module__ != "numpy" and not issubclass(kind, (torch.Tensor, enum.Enum, StandIn)):
+            try:
+                found += [(number, name, _said(value, numbers, part, name)) for name, value in _attributes(part).items()]
+            except RecursionError:
+                raise CaptureError(f"the batch's {kind.__qualname__} holds a container that contains itself") from None
     return Beside(found)
+
+
+def _is_bare(kind: type) -> bool:
+    # Also a namedtuple, which has no attributes but those that are its parts.
+    return kind in _BARE or (issubclass(kind, tuple) and not kind.__dictoffset__)
 
 
 def rebuilt(leaves: Sequence[Any], spec: pytree.TreeSpec, beside: Beside) -> Any:
@@ -81,8 +91,8 @@ def _said(value: Any, numbers: Mapping[int, int], holder: Any, name: str) -> Has
     if type(value) in ATOMS:
         return exact(value)  # type: ignore[no-any-return]
     if type(value) in _CONTAINERS:
-        entries = (_said(one, numbers, holder, name) for one in (value.items() if type(value) is dict else value))
-        return type(value), (frozenset if isinstance(value, (set, frozenset)) else tuple)(entries)
+        # Sets, too, in their order, which a step may see.
+        return type(value), tuple(_said(one, numbers, holder, name) for one in (value.items() if type(value) is dict else value))
     raise CaptureError(
         f"the batch's {type(holder).__qualname__} holds {name} ({type(value).__qualname__}) beside what it is flattened into, which "
         "a capture would not see; make it a field, or let its class hand over all that it holds (torch.utils._pytree.register_pytree_node)"

@@ -6,10 +6,12 @@ into a registry that both read: taking that back would lose it.
 
 from __future__ import annotations
 
+import builtins
 import functools
 import itertools
 import sys
 import types
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable
 from gc import get_referents
 from typing import Any
@@ -28,7 +30,49 @@ _FILLS = frozenset({Kind.ITEM, Kind.ATTRIBUTE})  # reads that may put something 
 _CALLS = frozenset({Kind.CALL, Kind.CALL_UNPACKED})
 _METHODS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.MethodWrapperType, types.WrapperDescriptorType)
 _OF_ONE_KEY = frozenset({"setdefault", "pop", "__setitem__", "__delitem__", "move_to_end"})
-_ENDS = ATOMS | {types.ModuleType, types.BuiltinFunctionType}
+_READERS = frozenset(
+    id(getattr(builtins, name))
+    for name in {
+        *(
+            "len",
+            "min",
+            "max",
+            "sum",
+            "any",
+            "all",
+            "sorted",
+            "reversed",
+            "isinstance",
+            "issubclass",
+            "hasattr",
+            "getattr",
+            "callable",
+        ),
+        *(
+            "id",
+            "type",
+            "iter",
+            "enumerate",
+            "zip",
+            "range",
+            "list",
+            "tuple",
+            "dict",
+            "set",
+            "frozenset",
+            "str",
+            "repr",
+            "bool",
+            "int",
+        ),
+    }
+)
+_READING = frozenset(
+    {"get", "keys", "values", "items", "copy", "index", "count", "__getitem__", "__contains__", "__len__", "__iter__"}
+)
+_BUILTIN = frozenset({dict, OrderedDict, list, tuple, set, frozenset, deque})
+_CALLED = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodWrapperType, functools.partial)
+_ENDS = ATOMS | {types.ModuleType}
 _DICTS = ("_parameters", "_buffers", "_modules")  # of a module: where some of its attributes lie
 
 
@@ -61,6 +105,12 @@ class TraceWrites:
         elif kind is Kind.CALL and (written := _written_by(*operands)) is not None:
             for key in written[1]:
                 self._entry(written[0], key)
+        elif kind is Kind.CALL and id(operands[0]) in _READERS:
+            given = operands[1]
+            if len(given) > 1 and _fills(given[0], given[1], Kind.ATTRIBUTE):
+                self._entry(given[0], given[1])
+            # What they call writes: a function, or an iterator that the step made.
+            self._hand_over(x for x in given if isinstance(x, _CALLED) or self._fingerprint.cover(x) is None)
         elif kind in _CALLS and not goes_to_observed(operands[0]):
             self._hand_over(operands)
 
@@ -104,6 +154,8 @@ def _written_by(called: Any, given: tuple[Any, ...], names: tuple[str, ...]) -> 
     owner, name = getattr(called, "__self__", None), getattr(called, "__name__", "")
     if isinstance(called, types.MethodDescriptorType) and given:  # a bound method is taken apart
         owner, given = given[0], given[1:]
+    if isinstance(called, _METHODS) and type(owner) in _BUILTIN and name in _READING:
+        return owner, ()
     if not isinstance(called, _METHODS) or not isinstance(owner, dict):
         return None
     if name in _OF_ONE_KEY and given:
@@ -132,4 +184,6 @@ def _parts(value: Any) -> list[Any]:
     # A class or a function leads to nearly everything: of these, what a call may change is what they close over.
     if isinstance(value, types.FunctionType):
         return [value.__closure__, value.__defaults__, value.__kwdefaults__]
+    if isinstance(value, types.BuiltinFunctionType):
+        return [] if isinstance(value.__self__, type) else [value.__self__]
     return [] if isinstance(value, type) else [part for part in get_referents(value) if not isinstance(part, type)]

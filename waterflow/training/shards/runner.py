@@ -512,11 +512,11 @@ class ElasticRunner:
 
 
 def _copied_to_devices(job: Job) -> dict[str, Any]:
-    # What callbacks could change here, where it has no effect: tensors of the model, and numbers and text of its and the data's objects.
-    owners = {f"the data's {name}": getattr(job.data, name, None) for name in ("sampler", "batch_sampler", "dataset")}
-    owners["the data"], tensors = job.data, dict[str, bytes]()
+    # What callbacks change here on purpose, and without effect: tensors of the model, and the epoch of a sampler. Numbers in other
+    # objects may be counts and caches, and other threads may change them.
+    owners = {f"the data's {name}": getattr(job.data, name, None) for name in ("sampler", "batch_sampler")}
+    tensors = dict[str, bytes]()
     if isinstance(job.model, nn.Module):
-        owners |= {f"module {name!r}": module for name, module in job.model.named_modules()}
         tensors = {name: digest(tensor) for name, tensor in (*job.model.named_parameters(), *job.model.named_buffers())}
     simple = {
         where: {
