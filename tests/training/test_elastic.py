@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Sampler, TensorDataset
+from torch.utils.data import DataLoader, Sampler, TensorDataset, default_collate
 
 import waterflow as wf
 from tests.training.test_shards import OPTIMIZERS, normed, rows
@@ -410,6 +410,20 @@ def test_epochs_of_different_lengths_are_told(tmp_path: Path) -> None:
     assert "what comes next is 'a batch'" in str(result.error) or "next is 'the end of an epoch' on" in str(result.error), (
         result.error
     )
+
+
+def in_fives(rows: list[Any]) -> Any:
+    assert len(rows) % 5 == 0, f"{len(rows)} rows are no groups of 5"
+    return default_collate(rows)
+
+
+@pytest.mark.needs_time("processes start")
+def test_a_collate_function_gets_the_parts_that_it_gets_alone() -> None:
+    """Also where devices read rows to compare them."""
+    settings = {"data": DataLoader(rows("mlp", 60), 20, collate_fn=in_fives)}
+    (alone,) = wf.train(apart(**settings))
+    result = on_two(apart(**settings))
+    assert result.status == "completed" and result.losses == alone.losses, result.error
 
 
 class Odd(Exception):
