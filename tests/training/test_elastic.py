@@ -420,7 +420,11 @@ def in_fives(rows: list[Any]) -> Any:
 @pytest.mark.needs_time("processes start")
 def test_a_collate_function_gets_the_parts_that_it_gets_alone() -> None:
     """Also where devices read rows to compare them."""
-    settings = {"data": DataLoader(rows("mlp", 60), 20, collate_fn=in_fives)}
+    settings = {
+        "data": DataLoader(rows("mlp", 60), 20, collate_fn=in_fives),
+        "model": partial(nn.Linear, 12, 4),
+        "evaluate": None,
+    }
     (alone,) = wf.train(apart(**settings))
     result = on_two(apart(**settings))
     assert result.status == "completed" and result.losses == alone.losses, result.error
