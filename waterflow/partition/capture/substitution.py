@@ -74,7 +74,7 @@ class ChangesItself(CaptureError):
 
 
 class ChangesPackage(ChangesItself):
-    """The same of an object that an installed package holds. No key tells what it was, so the refusal is not remembered."""
+    """The step changes an object that an installed package holds. No key tells what it was, so the refusal is not remembered."""
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ into a registry that both read: taking that back would lose it.
 
 from __future__ import annotations
 
-import builtins
 import functools
 import itertools
 import sys
@@ -31,41 +30,13 @@ _CALLS = frozenset({Kind.CALL, Kind.CALL_UNPACKED})
 _METHODS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.MethodWrapperType, types.WrapperDescriptorType)
 _OF_ONE_KEY = frozenset({"setdefault", "pop", "__setitem__", "__delitem__", "move_to_end"})
 _READERS = frozenset(
-    id(getattr(builtins, name))
-    for name in {
-        *(
-            "len",
-            "min",
-            "max",
-            "sum",
-            "any",
-            "all",
-            "sorted",
-            "reversed",
-            "isinstance",
-            "issubclass",
-            "hasattr",
-            "getattr",
-            "callable",
+    map(
+        id,
+        (
+            *(len, min, max, sum, any, all, sorted, reversed, isinstance, issubclass, hasattr, getattr, callable, id, type),
+            *(iter, enumerate, zip, range, list, tuple, dict, set, frozenset, str, repr, bool, int),
         ),
-        *(
-            "id",
-            "type",
-            "iter",
-            "enumerate",
-            "zip",
-            "range",
-            "list",
-            "tuple",
-            "dict",
-            "set",
-            "frozenset",
-            "str",
-            "repr",
-            "bool",
-            "int",
-        ),
-    }
+    )
 )
 _READING = frozenset(
     {"get", "keys", "values", "items", "copy", "index", "count", "__getitem__", "__contains__", "__len__", "__iter__"}
@@ -82,7 +53,7 @@ def others_run() -> bool:
 
 
 class TraceWrites:
-    """Collects what the frames of one trace wrote. Where no other thread runs as it begins, it counts everything as theirs."""
+    """Collects what the frames of one trace wrote. Where no other thread runs as the trace begins, it counts everything as the trace's."""
 
     def __init__(self, fingerprint: Fingerprint) -> None:
         self.alone = not others_run()
