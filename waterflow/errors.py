@@ -52,10 +52,13 @@ class MemoryLimitError(WaterflowError, MemoryError):
     """A job does not fit into the memory limit, even if it runs alone.
 
     ``needed`` and ``limit`` are bytes; ``largest_batch`` is the largest first dimension of the batch that fits, or None if it
-    is not known.
+    is not known. ``others_hold`` is True if other jobs have the memory that lacks, and wait themselves for more.
     """
 
-    def __init__(self, message: str, *, needed: int, limit: int, largest_batch: int | None = None) -> None:
+    def __init__(
+        self, message: str, *, needed: int, limit: int, largest_batch: int | None = None, others_hold: bool = False
+    ) -> None:
+        self.others_hold = others_hold
         self.needed = needed
         self.limit = limit
         self.largest_batch = largest_batch

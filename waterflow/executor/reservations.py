@@ -7,7 +7,7 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from waterflow import _C
 from waterflow.errors import JobCancelled, MemoryLimitError
@@ -18,6 +18,7 @@ from waterflow.partition.plan.plan import Plan, format_bytes
 
 logger = logging.getLogger("waterflow")
 
+ASIDE = -2  # in the place of a job's number: states of jobs that stand aside
 ASK_AGAIN = 30.0  # seconds before a job that could not be preempted is asked again
 
 
@@ -55,6 +56,7 @@ class Reservations:
         self._looking: list[int] = []  # jobs in ``looking``, during which no other job's claim is granted
         self.closed = False
         self._keep_pages = 0
+        self._give_way: Callable[[], None] = lambda: None
 
     def __len__(self) -> int:
         """The number of jobs that have a claim."""
@@ -192,6 +194,7 @@ class Reservations:
             f"has memory of the {format_bytes(self.limit)} waits for more. Train fewer jobs at once or raise memory=.",
             needed=wanted + plan.height,
             limit=self.limit,
+            others_hold=True,
         )
 
     def _quota_refused(self, plan: Plan, wanted: int, quota: int) -> MemoryLimitError:
@@ -231,6 +234,28 @@ class Reservations:
             if mine is not None and mine.has(needed, height):
                 return True
             return self._fits(job, max(needed, mine.needed if mine is not None else 0), height)
+
+    def hold(self, held: int, give_way: Callable[[], None]) -> bool:
+        """Hold so many bytes in all for states of jobs that stand aside; False if they do not fit, or a job waits for memory.
+
+        ``give_way`` is called, with locks held, when a job waits for memory, until less is held. Less than before always fits.
+        """
+        with self._guard:
+            mine = self._claims.get(ASIDE)
+            more = held > (mine.bytes if mine is not None else 0)
+            if more and (self._waiting or self.closed or not self._fits(ASIDE, held, 0)):
+                return False
+            self._give_way = give_way
+            self._claims.pop(ASIDE, None)
+            if held:
+                self._claims[ASIDE] = Claim("jobs that stand aside", 0, None, held, 0, False, held, time.monotonic())
+            self._set_capacity()
+            # As in claim(): no group begins that would need what is held now.
+            while more and self.native.capacity > self._capacity() and not self.closed:
+                self._changed.wait(timeout=0.001)
+            self._book(ASIDE, "jobs that stand aside", held)
+            self._changed.notify_all()
+            return True
 
     def release(self, job: int) -> None:
         """Release the claim of ``job``, and forget its policy."""
@@ -317,7 +342,10 @@ class Reservations:
 
     def _ask_for_room(self, job: int, wanted: int, height: int) -> bool:
         # Preempts opportunistic jobs for a guaranteed one, the largest first, so that few have to leave; none at all if their
-        # leaving would not be enough.
+        # leaving would not be enough. States that stand aside leave for anybody.
+        if ASIDE in self._claims:
+            self._give_way()
+            return True
         if self.policy_of(job).opportunistic:
             return False
         held = sorted((c.bytes + c.height, j) for j, c in self._claims.items() if c.opportunistic and j != job)

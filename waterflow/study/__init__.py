@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -14,7 +16,9 @@ from waterflow.job import Job, why_no_limit
 from waterflow.study.cluster_trials import TrialDevices, spread
 from waterflow.study.coordinator import Objective, StudyCallback, StudyRunner
 from waterflow.study.optuna_compat import check_threads, in_loop
+from waterflow.study.run import LastingRun, StudyRun
 from waterflow.study.values import KeepWeights, NestedStudyError, StudySummary, StudyTypeError, check_keep_weights
+from waterflow.training.checkpoint_dir import Checkpoints
 from waterflow.training.progress import ProgressLine
 from waterflow.units import Mode
 
@@ -44,6 +48,7 @@ def optimize(
     cluster: TrialDevices | None = None,
     keep_weights: KeepWeights = "best",
     trial_timeout: float | None = None,
+    checkpoint: str | os.PathLike[str] | Checkpoints | None = None,
 ) -> StudySummary:
     """Run ``study.optimize`` with several trials training side by side on one device.
 
@@ -84,6 +89,16 @@ def optimize(
         trial_timeout: Seconds of wall time that a trial may take. A trial that takes longer, or whose job passes
             ``Job.timeout``, is told as FAIL with a JobTimeoutError, which never ends the study. Code that blocks outside the
             interpreter is waited for; with ``cluster=`` its process is ended a minute later.
+        checkpoint: A folder, or ``Checkpoints``, by which the study survives: the same call again goes on where this one was
+            killed, interrupted, or ended by an error. The study needs an RDB or journal storage. ``n_trials`` counts the trials of
+            all calls with that folder, ``timeout`` each call. Trials that were under way keep their numbers, values, reports and
+            random numbers; their jobs go on from their last checkpoint and end with the bits of an undisturbed run. An objective
+            with a loop of its own begins anew. A trial that is under way at each of three deaths of its process, without a
+            checkpoint between, is told as FAIL, the last time alone. An error that ends the study does not wait for running trials:
+            they go on in the next call. Heartbeats of the storage tell trials of other processes; without them no other process
+            may run the study at the same time.
+
+    A trial whose job does not fit in memory runs once more with ``recompute="auto"``; alone, if others held what it lacked.
 
     Returns:
         A summary of the run. The values that trials found are in ``study``.
@@ -92,6 +107,7 @@ def optimize(
         StudyError: Settings contradict each other; or, before it trains and whatever ``catch`` names, a job has no
             ``evaluate=`` in a study that maximizes or has several objectives. It is a TypeError for a wrong ``catch``, and a
             RuntimeError inside an objective or a callback of the same study, as in ``study.optimize``.
+        CheckpointError: The folder of ``checkpoint=`` is in use, is of another study, or damaged.
         Exception: A trial raised an error that ``catch`` does not name; running trials end first.
     """
     caught = tuple(catch) if isinstance(catch, Iterable) and not isinstance(catch, str) else (catch,)
@@ -116,6 +132,7 @@ def optimize(
             "exact": (exact, True),
             "mode": (mode, "auto"),
             "timeline": (timeline, None),
+            "checkpoint": (checkpoint, None),
         }
         _check_cluster(cluster, [name for name, (given, default) in elsewhere.items() if given != default])
         return spread(
@@ -133,11 +150,21 @@ def optimize(
             trial_timeout,
         )
     check_threads(study)
-    with Engine(device, memory, lanes, threads_per_lane, exact=exact, mode=mode) as engine, engine.reservations.retain_pages():
+    if checkpoint is not None and deterministic:
+        raise StudyError(
+            "deterministic=True and checkpoint= contradict each other: trials that go on meet others in another order. A "
+            "deterministic study that is run again from its beginning is the same study: leave checkpoint= out"
+        )
+    if checkpoint is not None and not isinstance(checkpoint, Checkpoints):
+        checkpoint = Checkpoints(checkpoint)
+    with contextlib.ExitStack() as stack:
+        run = StudyRun(study) if checkpoint is None else stack.enter_context(LastingRun(study, checkpoint).opened())
+        engine = stack.enter_context(Engine(device, memory, lanes, threads_per_lane, exact=exact, mode=mode))
+        stack.enter_context(engine.reservations.retain_pages())
         if timeline is not None:
             engine.native.record_spans(True)
         coordinator = StudyRunner(
-            study, objective, engine, max_concurrent, deterministic, gc_after_trial, keep_weights, trial_timeout
+            study, objective, engine, max_concurrent, deterministic, gc_after_trial, keep_weights, trial_timeout, run
         )
         with ProgressLine(n_trials, "trials", show_progress_bar) as progress:
             summary = coordinator.run(n_trials, timeout, caught, list(callbacks or ()), progress)

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import optuna
@@ -19,7 +19,7 @@ import torch
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from waterflow import _C
-from waterflow.errors import JobCancelled, JobTimeoutError
+from waterflow.errors import JobCancelled, JobTimeoutError, MemoryLimitError, told
 from waterflow.executor.accelerate_state import telling_of_accelerate
 from waterflow.executor.cancel import (
     BREAK_OFF_SECONDS,
@@ -44,10 +44,24 @@ from waterflow.planner.feasibility import Need, needed
 from waterflow.results import over_limit
 from waterflow.run_stats import RunStats
 from waterflow.study.lines import LineSampler
-from waterflow.study.optuna_compat import fail_stale, heartbeat, loop, set_in_loop, stopped, take_turns, tell_quietly, values_of
-from waterflow.study.values import KeepWeights, KeptResults, StudySummary, UnfitJobError, check_job, value_of
+from waterflow.study.optuna_compat import heartbeat, loop, set_in_loop, stopped, take_turns, take_up, tell_quietly, values_of
+from waterflow.study.paused import PausedStates
+from waterflow.study.run import StudyRun, folder_of
+from waterflow.study.values import (
+    KeepWeights,
+    KeptResults,
+    StudySummary,
+    UnfitCheckpointError,
+    UnfitJobError,
+    check_job,
+    value_of,
+)
+from waterflow.training.checkpoint import Checkpoint
+from waterflow.training.checkpoint_dir import LAST_SECONDS
 from waterflow.training.progress import ProgressLine
-from waterflow.training.runner import InOrder, JobRunner, OnEpoch, StopJob, draw_seed
+from waterflow.training.runner import InOrder, JobRunner, OnEpoch, StopJob
+
+logger = logging.getLogger("waterflow")
 
 Objective = Callable[[Trial], Any]
 StudyCallback = Callable[[optuna.Study, FrozenTrial], None]
@@ -60,9 +74,13 @@ class _Worker:
     trial: Trial
     seed: int  # of its own random numbers, and of a job that has none
     account: Account
+    alone: bool = False  # no other trial runs beside it
+    again: bool = False  # it lacked memory before
+    job: Job | None = None  # of a trial that was paused
     thread: threading.Thread | None = None
     code: UserCode = field(default_factory=UserCode)
     runner: JobRunner | None = None
+    paused: Checkpoint | None = None
     value: Any = None
     result: JobResult | None = None
     state: TrialState | None = None
@@ -94,6 +112,7 @@ class StudyRunner:
         gc_after_trial: bool,
         keep_weights: KeepWeights = "best",
         trial_timeout: float | None = None,
+        run: StudyRun | None = None,
     ) -> None:
         self._study = study
         self._objective = objective
@@ -106,11 +125,15 @@ class StudyRunner:
         self._trial_timeout = trial_timeout
         # An import that is interrupted on a trial's thread would leave a half-made module: do slow ones before.
         import_ahead()
-        self._seeds = torch.Generator().manual_seed(draw_seed())  # before lanes borrow torch's own
+        self._run = run or StudyRun(study)
+        self._again: deque[_Worker] = deque()  # trials that lacked memory, or were paused
+        self._paused = PausedStates(engine, self._run.files)
+        self._ran_again = 0
         self._running: dict[int, _Worker] = {}
         self._ended: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._ended_last: deque[Need] = deque(maxlen=engine.lanes)
         self._results = KeptResults(study, keep_weights)
+        self._kept = self._run.kept() if keep_weights != "none" else ()
         self._failure: BaseException | None = None
         self._asked = 0
         self._most = 0
@@ -131,7 +154,7 @@ class StudyRunner:
             return not (
                 self._failure is not None
                 or stopped(self._study)
-                or (n_trials is not None and self._asked >= n_trials)
+                or (n_trials is not None and self._run.begun >= n_trials)
                 or (timeout is not None and time.perf_counter() - started >= timeout)
             )
 
@@ -141,40 +164,50 @@ class StudyRunner:
         sampler = LineSampler(self._threads, self._value.__code__) if self._clock is None else None
         with (
             first,
+            self._paused.opened(),
             sampler or contextlib.nullcontext(),
             loop(self._study, self._clock),
             remembered_interrupts() as check_interrupt,
         ):
             try:
+                for trial, result in self._kept:
+                    self._results.add(trial.number, result)
+                    self._results.told(trial.number, values_of(trial))
                 self._fill(wanted, 0)
-                while self._running or wanted():
+                while self._running or (self._again and self._failure is None) or self._run.waits_for_others() or wanted():
                     check_interrupt()
+                    self._paused.make_way()
                     worker = self._next_ended()
                     if self._auto is not None:
                         in_use = self._engine.lanes_in_use
                         self._at_once = self._auto.update(len(self._running), self._one_more_fits(), in_use)
                     if worker is not None:
                         try:
-                            self._tell(worker, catch, callbacks, progress)
+                            if not (self._set_aside(worker) or self._put_again(worker)):
+                                self._tell(worker, catch, callbacks, progress)
+                            if self._failure is not None and self._run.lasts:
+                                raise self._failure
                             self._fill(wanted, self._leave(worker))
                         finally:
                             worker.told.set()
                             join_all([worker.thread], 1.0)
-                    elif self._auto is not None:
+                    elif self._auto is not None or self._run.lasts:
                         self._fill(wanted, 0)
             except BaseException:
                 with uninterrupted():
                     self._interrupt()
                 raise
         if self._failure is not None:
+            for worker in self._again:
+                self._run.leave(worker.trial)
             raise self._failure
         seconds = time.perf_counter() - started
         busy = tuple(ns * 1e-9 / seconds for ns in self._engine.native.lane_busy_ns)
         stats = RunStats.of(self._engine, seconds, lines=sampler.lines() if sampler is not None else None)
         # The study worked, but nothing ran on lanes: the objective probably trains in a plain torch loop.
         if self._states["complete"] and not stats.jobs:
-            told = "no trial trained through waterflow: let the objective's loop call a wf.Step, or return a wf.Job"
-            logging.getLogger("waterflow").warning(told)
+            nothing = "no trial trained through waterflow: let the objective's loop call a wf.Step, or return a wf.Job"
+            logger.warning(nothing)
         return StudySummary(
             trials=self._asked,
             seconds=seconds,
@@ -186,6 +219,7 @@ class StudyRunner:
             states=self._states,
             best=best_of(self._study),
             stats=stats,
+            run_again=self._ran_again,
         )
 
     def _threads(self) -> list[int]:
@@ -196,15 +230,10 @@ class StudyRunner:
 
     def _fill(self, wanted: Callable[[], bool], time_: int) -> None:
         fresh = []
-        while len(self._running) < self._at_once and wanted() and (self._auto is None or self._one_more_fits()):
-            with uninterrupted():
-                # Ctrl-C between the two lines would leave a RUNNING trial in the storage that nothing ends.
-                trial = self._ask()
-                worker = self._running[trial.number] = _Worker(trial, draw_seed(self._seeds), Account(trial.number))
-            self._asked += 1
+        while len(self._running) < self._at_once and (worker := self._next(wanted)) is not None:
             if self._clock is not None:
-                self._clock.join(trial.number, time_)
-                take_turns(trial, self._clock)
+                self._clock.join(worker.trial.number, time_)
+                take_turns(worker.trial, self._clock)
             fresh.append(worker)
         self._most = max(self._most, len(self._running))
         for worker in fresh:  # all are known to the clock before the first of them acts
@@ -212,9 +241,27 @@ class StudyRunner:
             worker.thread = threading.Thread(target=self._work, args=(worker,), name=name, daemon=True)
             worker.thread.start()
 
-    def _ask(self) -> Trial:
-        fail_stale(self._study)
-        return self._study.ask()
+    def _next(self, wanted: Callable[[], bool]) -> _Worker | None:
+        """Return the next trial, which counts as running; None if none is to begin now."""
+        if self._failure is not None or any(worker.alone for worker in self._running.values()):
+            return None
+        if self._again:
+            if self._again[0].alone and self._running:
+                return None
+            worker = self._again.popleft()
+            self._running[worker.trial.number] = worker
+            if worker.job is not None:
+                worker.paused = self._paused.take(folder_of(worker.trial.number))
+            return worker
+        if not wanted() or (self._auto and not self._one_more_fits()) or (self._running and self._run.next_is_alone()):
+            return None
+        with uninterrupted():
+            # Ctrl-C between the two lines would leave a RUNNING trial in the storage that nothing ends.
+            trial = self._run.ask()
+            worker = _Worker(trial, self._run.seed_of(trial), Account(trial.number), trial.number in self._run.alone)
+            self._running[trial.number] = worker
+        self._asked += 1
+        return worker
 
     def _one_more_fits(self) -> bool:
         """Return True if one more trial would train together with the running ones."""
@@ -281,9 +328,13 @@ class StudyRunner:
 
     def _value(self, worker: _Worker) -> Any:
         with self._own_numbers(worker):
-            with loaders_timed(worker.account), worker.code.here():
-                value = self._objective(worker.trial)
+            if worker.job is not None:
+                value: Any = worker.job
+            else:
+                with loaders_timed(worker.account), worker.code.here():
+                    value = self._objective(worker.trial)
             if not isinstance(value, Job):
+                self._run.began_anew(worker.trial)
                 return value
             with worker.code.here():
                 return self._train(worker, value)
@@ -302,9 +353,18 @@ class StudyRunner:
         def turn() -> contextlib.AbstractContextManager[None]:
             return self._turn(worker)
 
-        on_epoch = reporting(self._study, worker.trial, turn)
-        worker.runner = JobRunner(job, self._engine, on_epoch, seed=worker.seed, in_order=turn)
-        result = worker.result = worker.runner.run()
+        def began(runner: JobRunner) -> None:
+            worker.runner = runner
+
+        if worker.again and job.recompute is None:
+            job = replace(job, recompute="auto")
+        settings = {"engine": self._engine, "on_epoch": reporting(self._study, worker.trial, turn), "in_order": turn}
+        resume, worker.paused = worker.paused, None
+        result = self._run.train(worker.trial, job, began, resume, seed=worker.seed, **settings)
+        if result.status == "paused":
+            worker.job, worker.paused = job, worker.runner.paused if worker.runner is not None else None
+            return None
+        worker.result = result
         if result.status == "pruned":
             raise optuna.TrialPruned(f"pruned after epoch {len(result.metrics) - 1}")
         if result.error is not None:
@@ -313,10 +373,50 @@ class StudyRunner:
 
     # -- telling
 
+    def _set_aside(self, worker: _Worker) -> bool:
+        """Return True if the trial's job was paused; it waits for its turn."""
+        if worker.paused is None:
+            return False
+        trial = worker.trial
+        self._paused.put(folder_of(trial.number), worker.paused)
+        self._note_need(trial.number)
+        del self._running[trial.number]
+        self._again.append(_Worker(trial, worker.seed, Account(trial.number), worker.alone, worker.again, worker.job))
+        return True
+
+    def _put_again(self, worker: _Worker) -> bool:
+        """Return True if the trial lacked memory and runs once more: with less, and alone if others had what it lacked."""
+        error, runner = worker.error, worker.runner
+        if worker.again or runner is None or not isinstance(error, (MemoryLimitError, torch.OutOfMemoryError)):
+            return False
+        alone = not isinstance(error, MemoryLimitError) or error.others_hold
+        if not alone and runner.job.recompute is not None:
+            return False
+        trial = worker.trial
+        logger.warning(
+            "trial %d runs once more%s with recompute='auto': %s", trial.number, ", alone and" if alone else "", told(error)
+        )
+        take_up(trial)
+        self._note_need(trial.number)
+        del self._running[trial.number]
+        self._again.append(_Worker(trial, worker.seed, Account(trial.number), alone, again=True))
+        self._ran_again += 1
+        return True
+
+    def _note_need(self, number: int) -> None:
+        # Trials are alike: the need of ended ones predicts the next one's.
+        if (need := self._need(number)) is not None:
+            self._ended_last.append(need)
+
     def _tell(
         self, worker: _Worker, catch: tuple[type[Exception], ...], callbacks: Sequence[StudyCallback], progress: ProgressLine
     ) -> None:
-        trial, error = worker.trial, worker.error
+        trial, error, result = worker.trial, worker.error, worker.result
+        if isinstance(error, UnfitCheckpointError):
+            self._failure = self._failure or error  # the trial waits, as all that are under way
+            return
+        if worker.state is None and result is not None and self._results.would_keep(worker.value):
+            self._run.keep(trial, result)
         with uninterrupted():
             try:
                 told = tell_quietly(self._study, trial, worker.value, worker.state, error, catch)
@@ -325,15 +425,14 @@ class StudyRunner:
                 return
             finally:
                 del self._running[trial.number]
-                if (need := self._need(trial.number)) is not None:
-                    # Trials are alike: the need of ended ones predicts the next one's.
-                    self._ended_last.append(need)
+                self._note_need(trial.number)
         self._states[told.state.name.lower()] += 1
-        if worker.result is not None:
-            self._results.add(trial.number, worker.result)
+        if result is not None:
+            self._results.add(trial.number, result)
             self._results.told(trial.number, values_of(told))
             # Weights that are not kept must be freed now, not at the study's end.
-            worker.result = worker.runner = None
+            result = worker.result = worker.runner = None
+        self._run.told(trial, self._results.with_weights())
         fatal = isinstance(error, UnfitJobError) or not isinstance(error, catch)
         if worker.state == TrialState.FAIL and error is not None and fatal:
             self._failure = self._failure or error
@@ -354,7 +453,13 @@ class StudyRunner:
 
     def _interrupt(self) -> None:
         # After Ctrl-C or an error of a callback: stop all trials, and leave none RUNNING in the storage.
-        workers = list(self._running.values())
+        workers = [*self._running.values(), *self._again]
+        self._run.last()
+        if self._run.lasts:
+            for worker in workers:
+                if worker.paused is not None:
+                    self._paused.put(folder_of(worker.trial.number), worker.paused)
+            self._paused.write(LAST_SECONDS)
         if self._clock is not None:
             # Trials that wait for their turn could never end.
             self._clock.open()
@@ -367,7 +472,7 @@ class StudyRunner:
         break_off_all(workers, [worker.thread for worker in workers], BREAK_OFF_SECONDS)
         for worker in workers:
             with contextlib.suppress(Exception):
-                self._study.tell(worker.trial, state=TrialState.FAIL)
+                self._run.leave(worker.trial)
         self._running.clear()
 
 

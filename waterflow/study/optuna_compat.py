@@ -84,8 +84,7 @@ def heartbeat(trial: Trial, study: optuna.Study) -> contextlib.AbstractContextMa
 
 def fail_stale(study: optuna.Study) -> None:
     """Fail trials whose process has died, if the storage records heartbeats."""
-    interval = getattr(study._storage, "get_heartbeat_interval", None)
-    if interval is None or interval() is None:
+    if not _heartbeats(study._storage):
         return
     with warnings.catch_warnings():
         # The function is marked experimental: Optuna would warn of it.
@@ -205,7 +204,8 @@ for _name in _TURNS:
 def take_turns(trial: Trial, clock: VirtualClock) -> None:
     """Make the trial's calls to its study wait for their turn from now on."""
     # Changed in place, as a new Trial object would ask the sampler again.
-    trial.__class__ = _InTurn
+    if not isinstance(trial, _InTurn):
+        trial.__class__ = _InTurn
     trial._waterflow_clock = clock  # type: ignore[attr-defined]
 
 
@@ -293,3 +293,124 @@ def trial_of(study: optuna.Study, number: int) -> Trial:
 def refresh(trial: Trial) -> None:
     """Read again what another process wrote of the trial, as ``tell`` uses the cached values."""
     trial._cached_frozen_trial = trial.storage.get_trial(trial._trial_id)
+
+
+_RUN = "waterflow:run"  # system attributes of trials: the run that a trial belongs to,
+_DEATHS = "waterflow:deaths"  # and how many deaths of its process it has seen since it had trained so many steps
+
+
+def check_lasting(study: optuna.Study) -> None:
+    """Raise StudyError for a storage that ends with its process."""
+    storage: Any = study._storage
+    if isinstance(getattr(storage, "_backend", storage), optuna.storages.InMemoryStorage):
+        raise StudyError(
+            "checkpoint= lets a study go on in another process, and this one is in memory, where it ends with its own. Make it with "
+            "optuna.create_study(study_name='a', storage='sqlite:///study.sqlite3', load_if_exists=True)"
+        )
+
+
+def trials_of_run(study: optuna.Study, run: str) -> list[FrozenTrial]:
+    """Return the trials that ``ask_marked`` gave to a run, in the order of their numbers."""
+    return [trial for trial in study.get_trials(deepcopy=False) if trial.system_attrs.get(_RUN) == run]
+
+
+def ask_marked(study: optuna.Study, run: str) -> Trial:
+    """Ask for a trial that bears the run's mark: a waiting one, if there is one.
+
+    It is marked while it waits, so that none is left without a mark if the process dies in between.
+    """
+    storage: Any = study._storage
+    waiting = study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
+    if not waiting:
+        study.add_trial(optuna.create_trial(state=TrialState.WAITING, system_attrs={_RUN: run}))
+    elif waiting[0].system_attrs.get(_RUN) != run:
+        storage.set_trial_system_attr(waiting[0]._trial_id, _RUN, run)
+    trial = study.ask()
+    if trial._cached_frozen_trial.system_attrs.get(_RUN) != run:  # another process was quicker
+        storage.set_trial_system_attr(trial._trial_id, _RUN, run)
+    return trial
+
+
+def next_waiting(study: optuna.Study) -> int | None:
+    """Return the number of the trial that ``ask`` would take up."""
+    waiting = study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
+    return waiting[0].number if waiting else None
+
+
+def set_back(study: optuna.Study, number: int) -> bool:
+    """Let a RUNNING trial wait again: ``ask`` takes it up with its number, values and reports. False if it has ended."""
+    storage: Any = study._storage
+    try:
+        storage.set_trial_state_values(_id_of(study, number), state=TrialState.WAITING)
+    except (RuntimeError, KeyError):  # told by another process
+        return False
+    return True
+
+
+def deaths_of(trial: FrozenTrial) -> tuple[int, int]:
+    """Return how many deaths of its process a trial has seen since it had trained the second number of steps."""
+    count, steps = trial.system_attrs.get(_DEATHS, (0, 0))
+    return int(count), int(steps)
+
+
+def set_deaths(study: optuna.Study, number: int, count: int, steps: int) -> None:
+    """Store what ``deaths_of`` returns."""
+    study._storage.set_trial_system_attr(_id_of(study, number), _DEATHS, [count, steps])
+
+
+def retried(trial: FrozenTrial) -> list[int]:
+    """Return the numbers of the trials that this one repeats, the latest first, as Optuna's retry callback names them."""
+    return [int(number) for number in reversed(trial.system_attrs.get("retry_history", ()))]
+
+
+def frozen(trial: Trial) -> FrozenTrial:
+    """Return what is known of a trial here, without a call of the storage."""
+    return trial._cached_frozen_trial
+
+
+def stale(study: optuna.Study) -> set[int] | None:
+    """Return the numbers of RUNNING trials whose heartbeats have ended; None if the storage records none."""
+    storage: Any = study._storage
+    if not _heartbeats(storage):
+        return None
+    return {storage.get_trial(trial_id).number for trial_id in storage._get_stale_trial_ids(study._study_id)}
+
+
+def beat(study: optuna.Study, number: int) -> None:
+    """Record a heartbeat of a trial, if the storage does: it becomes stale if no other process records more."""
+    storage: Any = study._storage
+    if _heartbeats(storage):
+        storage.record_heartbeat(_id_of(study, number))
+
+
+def _heartbeats(storage: Any) -> bool:
+    interval = getattr(storage, "get_heartbeat_interval", None)
+    return interval is not None and interval() is not None
+
+
+def _id_of(study: optuna.Study, number: int) -> int:
+    return study._storage.get_trial_id_from_study_id_trial_number(study._study_id, number)
+
+
+class _TakenUp(Trial):
+    """A trial that has reported before: what the storage knows is not reported again, and only the last of it is judged."""
+
+    _waterflow_known: frozenset[int]
+    _waterflow_again: int | None = None  # the known step that was reported last
+
+    def report(self, value: float, step: int) -> None:
+        self._waterflow_again = int(step) if step in self._waterflow_known else None
+        if self._waterflow_again is None:
+            super().report(value, step)
+
+    def should_prune(self) -> bool:
+        # The last one is: the process may have died between the report and the question.
+        judged = self._waterflow_again is not None and self._waterflow_again < max(self._waterflow_known)
+        return False if judged else super().should_prune()
+
+
+def take_up(trial: Trial) -> None:
+    """Make the trial's reports of before stand, from now on."""
+    known = frozenset(frozen(trial).intermediate_values)
+    if known:
+        trial.__class__ = type("_TakenUp", (_TakenUp, trial.__class__), {"_waterflow_known": known})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -23,6 +23,10 @@ class NestedStudyError(StudyError, RuntimeError):
 
 class UnfitJobError(StudyError):
     """A job's value would not be what its study optimizes. Ends the study, whatever ``catch`` names."""
+
+
+class UnfitCheckpointError(StudyError):
+    """A trial cannot go on from its checkpoint. Ends the study, whatever ``catch`` names; the trial waits."""
 
 
 def check_job(study: Any, job: Job) -> None:
@@ -94,12 +98,26 @@ class KeptResults:
         with self._lock:
             self._results[number] = result if self._keep == "all" or may_be_best else without_weights(result)
 
+    def would_keep(self, value: float | list[float]) -> bool:
+        """Return True if the weights of a completed trial with this value, or these values, may be kept."""
+        with self._lock:
+            worth = self._worth(value if isinstance(value, list) else [value])
+            return self._keep == "all" or (
+                self._keep == "best"
+                and not any(worth != best and all(w >= b for w, b in zip(worth, best)) for best in self._best.values())
+            )
+
+    def with_weights(self) -> set[int]:
+        """Return the numbers of the trials whose weights are kept."""
+        with self._lock:
+            return {number for number, result in self._results.items() if result.state_dict is not None}
+
     def told(self, number: int, values: list[float] | None) -> None:
         """Record that the study was told of a trial: ``values``, or None if it cannot be the best."""
         with self._lock:
             if self._keep != "best" or number not in self._results:
                 return
-            worth = [sign * value for sign, value in zip(self._signs, values or ())]
+            worth = self._worth(values or ())
             for other in list(self._best) if values is not None else ():
                 if self._gives_way(other, self._best[other], number, worth):
                     del self._best[other]
@@ -110,6 +128,9 @@ class KeptResults:
                 self._results[number] = without_weights(self._results[number])
             else:
                 self._best[number] = worth
+
+    def _worth(self, values: Sequence[float]) -> list[float]:
+        return [sign * value for sign, value in zip(self._signs, values)]
 
     def _gives_way(self, one: int, worth: list[float], other: int, worth_of_other: list[float]) -> bool:
         # Dominated: no better in any objective. Equal values: Optuna's own choice of the best decides, then the earlier
@@ -132,7 +153,8 @@ class StudySummary:
     """Counts and results of one call of ``optimize``; print it. ``results`` has the jobs of trials that returned one, by trial.
 
     Results that ``keep_weights`` names have their weights (``state_dict``); the others have None. ``states`` counts trials by
-    their final state; ``stats`` is None if a cluster has trained. ``lane_busy`` is the share of ``seconds`` per lane.
+    their final state, ``run_again`` those that ran twice for lack of memory; ``stats`` is None if a cluster has trained.
+    ``lane_busy`` is the share of ``seconds`` per lane.
     """
 
     trials: int
@@ -145,11 +167,13 @@ class StudySummary:
     states: Mapping[str, int] = field(default_factory=dict)
     best: str = ""
     stats: RunStats | None = None
+    run_again: int = 0
 
     def __repr__(self) -> str:
         ended = ", ".join(f"{count} {state}" for state, count in self.states.items())
         many = f"{self.trials} trials in {self.seconds:.1f} s, up to {self.most_at_once} at a time"
-        return "; ".join(filter(None, [many, ended, self.best]))
+        again = f"{self.run_again} ran twice for lack of memory" if self.run_again else ""
+        return "; ".join(filter(None, [many, ended, again, self.best]))
 
     def __str__(self) -> str:
         return "\n".join([repr(self), *(self.stats.lines_for("trials") if self.stats else ())])

@@ -94,7 +94,7 @@ class Checkpoints:
         found = [seed if job.seed is not None else known.get(job.name, seed) for job, seed in zip(jobs, drawn)]
         if (all_ := known | {job.name: seed for job, seed in zip(jobs, found)}) != known:
             try:
-                self._write_seeds(path, json.dumps(all_))
+                replace_text(path, json.dumps(all_))
             except OSError as error:
                 logger.warning(
                     "%s could not be written: %s. Training goes on; a second call draws other seeds for jobs that have neither a "
@@ -104,32 +104,35 @@ class Checkpoints:
                 )
         return found
 
-    def _write_seeds(self, path: Path, text: str) -> None:
-        part = self.folder / ".seeds.part"
-        try:
-            part.write_text(text)
-            os.replace(part, path)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
-
     def load(self, job: Job) -> Checkpoint | JobResult | None:
         """Return the job's result, its last whole checkpoint, or None if it has neither. Raises CheckpointError."""
-        result = self.of(job.name) / _RESULT
-        if result.exists():
+        if self.has_result(job.name):
             try:
-                return _result(job, read(result, job=job.name))
+                found = self.result(job.name, job=job.name)
+                _check_result(job, found)
+                return found
             except CheckpointError as error:
                 raise self._anew(job.name, error) from error
+        return self.last(job.name, job.name)
+
+    def result(self, name: str, *, job: str | None = None) -> JobResult:
+        """Return the result that ``keep`` wrote. Raises CheckpointError, also for one that is not of ``job``; OSError."""
+        content = read(self._result_file(name), job=job)
+        content |= {"metrics": tuple(content["metrics"]), "losses": tuple(content["losses"])}
+        known = {field.name for field in fields(JobResult)}  # fields that an earlier version had are left out
+        return JobResult(**{field: value for field, value in content.items() if field in known})
+
+    def last(self, name: str, job: str) -> Checkpoint | None:
+        """Return the last whole checkpoint of ``job`` in the folder of ``name``, or None. Raises CheckpointError."""
         last: CheckpointError | None = None
-        for path in reversed(self.states(job.name)):
+        for path in reversed(self.states(name)):
             try:
-                return Checkpoint.load(path, job=job.name)
+                return Checkpoint.load(path, job=job)
             except CheckpointError as error:
                 logger.warning("%s; an older checkpoint is looked for", error)
                 last = last or error
         if last is not None:
-            raise self._anew(job.name, last) from last
+            raise self._anew(name, last) from last
         return None
 
     def _anew(self, name: str, error: CheckpointError) -> CheckpointError:
@@ -145,23 +148,47 @@ class Checkpoints:
         plain = re.sub(r"[^A-Za-z0-9_-]", "_", name)[:48]
         return self.folder / f"{plain}-{hashlib.blake2b(name.encode(), digest_size=4).hexdigest()}"
 
-    def save(self, checkpoint: Checkpoint, *, durable: bool = True) -> None:
+    def save(self, name: str, checkpoint: Checkpoint, *, durable: bool = True) -> None:
         """Write a checkpoint and remove the oldest ones. ``durable`` and errors as in ``Checkpoint.save``."""
-        folder = self.of(checkpoint.job)
+        folder = self.of(name)
         folder.mkdir(exist_ok=True)
         checkpoint.save(folder / _STATE.format(checkpoint.steps), durable=durable)
-        for old in self.states(checkpoint.job)[: -self.keep]:
+        for old in self.states(name)[: -self.keep]:
             old.unlink(missing_ok=True)
 
-    def finish(self, result: JobResult) -> None:
-        """Write the result of a job that has ended well, and remove its checkpoints. Raises OSError, CheckpointError."""
-        folder = self.of(result.name)
-        folder.mkdir(exist_ok=True)
-        content: dict[str, Any] = {name: getattr(result, name) for name in _KEPT}
+    def keep_result(self, name: str, result: JobResult) -> None:
+        """Write the result of a job that has ended well. Raises OSError, CheckpointError."""
+        self.of(name).mkdir(exist_ok=True)
+        content: dict[str, Any] = {field: getattr(result, field) for field in _KEPT}
         content |= {"metrics": list(result.metrics), "losses": list(result.losses), "state_dict": result.state_dict}
-        write(folder / _RESULT, content, {"job": result.name, "steps": result.steps})
-        for old in self.states(result.name):
+        write(self._result_file(name), content, {"job": result.name, "steps": result.steps})
+
+    def remove(self, name: str, *, result: bool = False) -> None:
+        """Remove a job's checkpoints; with ``result`` its result, too."""
+        for old in self.states(name):
             old.unlink(missing_ok=True)
+        if result:
+            self._result_file(name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it never was, or has what is not ours
+                self.of(name).rmdir()
+
+    def has_result(self, name: str) -> bool:
+        """Return True if there is a result in the folder of ``name``."""
+        return self._result_file(name).exists()
+
+    def _result_file(self, name: str) -> Path:
+        return self.of(name) / _RESULT
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a text file: all of it, or nothing. Raises OSError."""
+    part = path.parent / f".{path.name}.part"
+    try:
+        part.write_text(text)
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def steps_of(state: Path) -> int:
@@ -169,10 +196,9 @@ def steps_of(state: Path) -> int:
     return int(state.stem.removeprefix("step-"))
 
 
-def _result(job: Job, content: dict[str, Any]) -> JobResult:
-    content |= {"metrics": tuple(content["metrics"]), "losses": tuple(content["losses"])}
-    epochs, state = len(content["metrics"]), content["state_dict"]
-    if content["status"] == "completed" and epochs != job.epochs:
+def _check_result(job: Job, result: JobResult) -> None:
+    epochs = len(result.metrics)
+    if result.status == "completed" and epochs != job.epochs:
         raise _other_result(job, f"{epochs} epochs; it has {job.epochs} now")
     # A caller that passed a module expects it trained. For a function a new model is made, which shows if the weights
     # are of this job; the caller's random numbers stay as they are.
@@ -182,12 +208,10 @@ def _result(job: Job, content: dict[str, Any]) -> JobResult:
         with torch.random.fork_rng(devices=[]):
             model = job.model()
     try:
-        if state is not None:
-            model.load_state_dict(state)
+        if result.state_dict is not None:
+            model.load_state_dict(result.state_dict)
     except RuntimeError as error:
         raise _other_result(job, f"another model: {error}") from None
-    known = {field.name for field in fields(JobResult)}  # fields that an earlier version had are left out
-    return JobResult(**{name: value for name, value in content.items() if name in known})
 
 
 def _other_result(job: Job, told: str) -> CheckpointError:
@@ -228,6 +252,7 @@ class Checkpointing:
         self._lock = threading.Lock()
         self._files = threading.Lock()  # one file at a time
         self._running: dict[Copied, tuple[float, int]] = {}  # when the job was written last, and its steps then
+        self._names: dict[Copied, str] = {}  # of their folders
         self._asked: dict[Copied, Future[Checkpoint]] = {}
         self._refused: set[Copied] = set()
         self._unwritten: dict[str, Exception] = {}  # jobs whose last checkpoint or result could not be written, and why
@@ -251,20 +276,22 @@ class Checkpointing:
                 self._write_results()
             self._say_what_is_old()
 
-    def begin(self, runner: Copied, at_once: bool) -> None:
+    def begin(self, runner: Copied, name: str, at_once: bool) -> None:
         """Register a running job. ``at_once``: write it now, as its initial state does not follow from its seed."""
         with self._lock:
             self._running[runner] = (time.monotonic(), runner.begun)
+            self._names[runner] = name
             if at_once:
                 self._asked[runner] = runner.ask_for_snapshot()
 
-    def end(self, runner: Copied, result: JobResult) -> None:
-        """Remove a job that has ended; write its result if it ended well."""
+    def end(self, runner: Copied, result: JobResult | None = None) -> None:
+        """Remove a job that has ended; write its result if it ended well. Behind this nothing writes the job's state."""
         with self._lock:
             self._running.pop(runner, None)
+            self._names.pop(runner, None)
             self._asked.pop(runner, None)
-        if result.status in ("completed", "pruned"):
-            with self._files:
+        with self._files:
+            if result is not None and result.status in ("completed", "pruned"):
                 self._finish(result)
 
     def last(self) -> None:
@@ -302,22 +329,24 @@ class Checkpointing:
                 self._asked.pop(runner, None)
                 if runner not in self._running:
                     return  # its result has been written
+                name = self._names[runner]
             try:
                 checkpoint = made.result()
             except JobEnded:
                 return
             except Exception as error:  # its own, or of the user's state_dict()
-                logger.warning("job %r trains without checkpoints: %s", runner.job.name, error)
+                logger.warning("job %r trains without checkpoints: %s", name, error)
                 self._refused.add(runner)
                 return
-            self._attempt(runner.job.name, lambda: self._to.save(checkpoint, durable=durable))
+            self.attempt(name, lambda: self._to.save(name, checkpoint, durable=durable))
         with self._lock:
             if runner in self._running:
                 self._running[runner] = (time.monotonic(), checkpoint.steps)
 
     # -- what cannot be written
 
-    def _attempt(self, name: str, write: Callable[[], None]) -> bool:
+    def attempt(self, name: str, write: Callable[[], None]) -> bool:
+        """Return True if ``write()`` wrote what belongs to the job; otherwise a warning says why."""
         try:
             # Files are written under another name first: if this fails, the file of before is still there. Anything is
             # caught, as the user's state_dict() may raise any error; none may end the training.
@@ -338,7 +367,11 @@ class Checkpointing:
         return True
 
     def _finish(self, result: JobResult) -> None:
-        if self._attempt(result.name, lambda: self._to.finish(result)):
+        def write() -> None:
+            self._to.keep_result(result.name, result)
+            self._to.remove(result.name)
+
+        if self.attempt(result.name, write):
             self._results.pop(result.name, None)
         else:
             self._results[result.name] = result

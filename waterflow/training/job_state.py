@@ -36,15 +36,15 @@ class JobState:
         self._scheduler = scheduler
         self._placed: set[str] = set()  # tensors whose memory was moved out
 
-    def take(self, move: bool = False) -> dict[str, Any]:
+    def take(self, move: bool = False, stays: bool = False) -> dict[str, Any]:
         """Return a copy of the state in host memory: tensors and plain data. With ``move`` the objects release their memory.
 
-        Tensors that are moved out of host memory are not copied. Raises CheckpointError for a scheduler without a state_dict;
-        without ``move`` also if the optimizer trains tensors that are not the model's.
+        Tensors that are moved out of host memory are not copied. Raises CheckpointError for a scheduler without a state_dict,
+        and, unless only these objects will take it back (``stays``), if the optimizer trains tensors that are not the model's.
         """
         held = set(self._holder.parameters())
         updated = (p for group in self._optimizer.param_groups for p in group["params"])
-        if not move and (stranger := next((p for p in updated if p not in held), None)) is not None:
+        if not stays and (stranger := next((p for p in updated if p not in held), None)) is not None:
             raise CheckpointError(
                 f"the optimizer of job {self._name!r} trains a tensor of shape {tuple(stranger.shape)} that is no parameter of "
                 "the model, whose values a checkpoint would not have; make it one"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -36,6 +37,8 @@ from waterflow.training.schedulers import of_numbers, step_after_epoch
 from waterflow.training.shards.step import ShardedStep
 from waterflow.training.step_queue import STEPS_AHEAD, StepQueue, between_steps, step_of, steps_ahead
 
+logger = logging.getLogger("waterflow")
+
 
 class Task(ABC):
     """A named, picklable piece of work, such as a trial of a study, that makes its runner where it runs."""
@@ -61,6 +64,13 @@ def draw_seed(generator: torch.Generator | None = None) -> int:
 
 class StopJob(Exception):
     """Raised by ``on_epoch`` to end a job early and keep its results; its status is then ``pruned``."""
+
+
+class PauseJob(StopJob):
+    """Raised by ``on_epoch`` to end the run and leave the job's state in ``paused``, from which another runner resumes it.
+
+    A job that no other runner could resume (its data can be read only once, say) goes on instead.
+    """
 
 
 class JobRunner:
@@ -106,6 +116,7 @@ class JobRunner:
         self._lock = threading.Lock()
         self._in_order = in_order
         self._resume: Checkpoint | None = None
+        self.paused: Checkpoint | None = None
         self._state: JobState | None = None
         self._safepoint = Safepoint(job.name)
         self.lease = EngineLease(job, engine, self._safepoint)
@@ -212,6 +223,8 @@ class JobRunner:
                         self._go_on_from(self._resume)
                         self._resume = None
                 self._train()
+        except PauseJob:
+            status = "paused"
         except StopJob:
             status = "pruned"
         except JobCancelled as cancelled:
@@ -230,7 +243,7 @@ class JobRunner:
     def _ended(self, status: Status, error: BaseException | None) -> JobResult:
         try:
             told = tuple(self._metrics), tuple(self._losses), time.perf_counter() - self._started
-            return result_of(self.job.name, status, error, self.step, *told)
+            return result_of(self.job.name, status, error, self.step if self.paused is None else None, *told)
         finally:
             self._end(error)
 
@@ -246,6 +259,7 @@ class JobRunner:
             self.step.close()
         if error is not None:  # its frames keep this object: drop what holds memory or workers
             let_go(error)
+        if error is not None or self.paused is not None:
             self.step = self._batches = self._memory = self._scheduler = self._state = None
 
     def _build(self) -> None:
@@ -276,14 +290,15 @@ class JobRunner:
 
     # -- between two steps
 
-    def _checkpoint(self, move: bool = False) -> Checkpoint:
+    def _checkpoint(self, move: bool = False, stays: bool = False) -> Checkpoint:
+        """Return the job's state. With ``move`` it leaves the job's objects; with ``stays`` only they will take it back."""
         step, batches, state = self.step, self._batches, self._state
         assert step is not None and batches is not None and state is not None
-        # A suspended job (move) keeps its loader, so it may do without a position in the data. A snapshot is resumed
-        # with a new loader: data that cannot be read again is an error.
+        # A suspended job keeps its loader, so it may do without a position in the data. Otherwise it is resumed with a new
+        # loader: data that cannot be read again is an error.
         place: dict[str, Any] | None = None
         if isinstance(batches, Batches):
-            with contextlib.suppress(CheckpointError) if move else contextlib.nullcontext():
+            with contextlib.suppress(CheckpointError) if stays else contextlib.nullcontext():
                 place = batches.place(in_pass=len(self._losses) > self._epoch_began)
         held = {
             "seed": self._seed,
@@ -295,7 +310,7 @@ class JobRunner:
             "losses": torch.tensor(self._losses, dtype=torch.float64),
             "metrics": [dict(metrics) for metrics in self._metrics],
             "seconds": time.perf_counter() - self._started,
-            "job": state.take(move),
+            "job": state.take(move, stays),
         }
         return Checkpoint(self.job.name, self._epoch, len(self._losses) - self._epoch_began, len(self._losses), held)
 
@@ -334,7 +349,7 @@ class JobRunner:
         self._preempt()
 
     def _preempt(self) -> None:
-        checkpoint = self._safepoint.serve(lambda: self._checkpoint(move=True), suspend=True)
+        checkpoint = self._safepoint.serve(lambda: self._checkpoint(move=True, stays=True), suspend=True)
         # None: no request, or the state could not be copied; the job goes on.
         if checkpoint is None:
             return
@@ -372,8 +387,19 @@ class JobRunner:
                 self._between = True
                 try:
                     self._on_epoch(epoch, metrics)
+                except PauseJob:
+                    if self._pause():
+                        raise
                 finally:
                     self._between = False
+
+    def _pause(self) -> bool:
+        try:
+            # A module of the caller's keeps its tensors: the next runner may be given it again.
+            self.paused = self._checkpoint(move=not isinstance(self.job.model, nn.Module))
+        except Exception as error:  # of the user's state_dict(), too
+            logger.info("job %r is not paused: %s", self.job.name, error)
+        return self.paused is not None
 
     def _evaluate(self) -> Metrics | None:
         while True:

@@ -244,7 +244,7 @@ class _Training:
         else:
             runner = JobRunner(job, self._engine, on_epoch, **own)
         if self._writing is not None:
-            self._writing.begin(runner, isinstance(job.model, nn.Module))
+            self._writing.begin(runner, job.name, isinstance(job.model, nn.Module))
         return runner
 
     def _stored(self, job: Job) -> Checkpoint | None:

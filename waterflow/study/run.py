@@ -1,0 +1,342 @@
+"""StudyRun: the trials that one call of optimize runs; with ``checkpoint=`` they go on where a call before it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
+
+import optuna
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from waterflow.errors import CheckpointError
+from waterflow.executor.data.loader import why_not_again
+from waterflow.job import Job, JobResult
+from waterflow.study.optuna_compat import (
+    ask_marked,
+    beat,
+    check_lasting,
+    deaths_of,
+    fail_stale,
+    frozen,
+    lasting_name,
+    next_waiting,
+    retried,
+    set_back,
+    set_deaths,
+    stale,
+    take_up,
+    trials_of_run,
+)
+from waterflow.study.values import UnfitCheckpointError
+from waterflow.training.checkpoint import Checkpoint
+from waterflow.training.checkpoint_dir import Checkpointing, Checkpoints, replace_text, steps_of
+from waterflow.training.runner import JobRunner, draw_seed
+
+logger = logging.getLogger("waterflow")
+
+ALONE_AFTER, FAIL_AFTER = 2, 3  # deaths of its process that a trial was under way at, without a checkpoint between
+LOOK_AGAIN = 1.0  # seconds between two looks for trials of a process whose heartbeats may end
+
+
+class StudyRun:
+    """The trials of one call. What it does not finish has failed."""
+
+    lasts = False  # True: what it does not finish waits for the next call
+    files: Checkpoints | None = None
+
+    def __init__(self, study: optuna.Study) -> None:
+        self._study = study
+        self._seed = draw_seed()
+        self.begun = 0  # trials that were asked for, by calls before, too
+        self.alone: set[int] = set()  # trials that may only run alone
+
+    def ask(self) -> Trial:
+        """Ask for the next trial."""
+        fail_stale(self._study)
+        trial = self._study.ask()
+        self.begun += 1
+        return trial
+
+    def seed_of(self, trial: Trial) -> int:
+        """Return the seed of a trial's own random numbers, which follows from the run's and from the trial's number."""
+        # A hash: numbers that lie side by side would give generators that do.
+        return int.from_bytes(hashlib.blake2b(f"{self._seed} {trial.number}".encode(), digest_size=4).digest()) >> 1
+
+    def next_is_alone(self) -> bool:
+        """Return True if the next trial may only run alone."""
+        return bool(self.alone) and next_waiting(self._study) in self.alone
+
+    def waits_for_others(self) -> bool:
+        """Return True if there are trials that another process seems to run."""
+        return False
+
+    def train(
+        self, trial: Trial, job: Job, began: Callable[[JobRunner], None], resume: Checkpoint | None, **settings: Any
+    ) -> JobResult:
+        """Train a trial's job; ``resume`` and ``settings`` are those of ``JobRunner``, and ``began`` is given the runner."""
+        runner = JobRunner(job, resume=resume, **settings)
+        began(runner)
+        return runner.run()
+
+    def began_anew(self, trial: Trial) -> None:
+        """Note that a trial has no job, or one without a checkpoint, and began at its beginning."""
+
+    def kept(self) -> Iterable[tuple[FrozenTrial, JobResult]]:
+        """Return trials of calls before whose weights were kept, and their results."""
+        return ()
+
+    def keep(self, trial: Trial, result: JobResult) -> None:
+        """Keep a result with its weights. Called before the study is told."""
+
+    def told(self, trial: Trial, with_weights: Collection[int]) -> None:
+        """Forget what a trial that was told needs no more, and all weights but those of the trials named."""
+
+    def last(self) -> None:
+        """Write the jobs under way, as far as half a second allows."""
+
+    def leave(self, trial: Trial) -> None:
+        """End a trial that the study is not told of."""
+        self._study.tell(trial, state=TrialState.FAIL)
+
+
+class LastingRun(StudyRun):
+    """Trials that go on in the next call, whatever has ended this one.
+
+    The study's storage is the truth: each trial bears the run's mark there before it runs, so that one that is RUNNING when a
+    call begins was left by a process that has died. The folder has what the storage cannot hold: checkpoints of trials under way,
+    and kept weights. One call at a time has the folder.
+    """
+
+    lasts = True
+
+    def __init__(self, study: optuna.Study, files: Checkpoints) -> None:
+        super().__init__(study)
+        check_lasting(study)
+        self.files: Checkpoints = files
+        self._writing = Checkpointing(files)
+        self._mine: set[int] = set()  # trials that this call asked for
+        self._taken_up: set[int] = set()  # trials that a call before had begun
+        self._beating: set[int] = set()  # RUNNING in another process, or in one that has just died
+        self._looked = 0.0
+        self._with_weights: set[int] = set()
+        self._lock = threading.Lock()
+        self._said: set[str] = set()
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[LastingRun]:
+        """Hold the folder inside, and let trials that were under way wait to be taken up. Raises CheckpointError."""
+        with self.files.opened(()), self._writing.under_way():
+            self._name, self._seed = self._known()
+            self._take_back()
+            trials = trials_of_run(self._study, self._name)
+            repeated = {number for trial in trials if not trial.state.is_finished() for number in retried(trial)}
+            ended = [trial for trial in trials if trial.state.is_finished()]
+            for trial in ended:
+                if trial.number not in repeated:
+                    self.files.remove(folder_of(trial.number))
+            if trials:
+                logger.warning(
+                    "the study goes on where %s has it: %d trials had ended, %d are taken up; n_trials= counts all of them",
+                    self.files.folder,
+                    len(ended),
+                    len(self._taken_up),
+                )
+            yield self
+
+    def _known(self) -> tuple[str, int]:
+        folder, study = self.files.folder, lasting_name(self._study)
+        path = folder / "study.json"
+        if (folder / "seeds.json").exists():
+            raise CheckpointError(f"{folder} has the checkpoints of jobs of train(); give the study a folder of its own")
+        try:
+            known = json.loads(path.read_text())
+            if known["study"] == study:
+                return str(known["run"]), int(known["seed"])
+        except FileNotFoundError:
+            run = secrets.token_hex(6)
+            # Before the first trial bears its mark, or nobody would know whose it is.
+            replace_text(path, json.dumps({"study": study, "run": run, "seed": self._seed}))
+            return run, self._seed
+        except (ValueError, KeyError, TypeError):
+            raise CheckpointError(
+                f"{path} is damaged, and nothing else says which trials were under way. Give the study another folder, in which it "
+                "begins with new trials"
+            ) from None
+        raise CheckpointError(
+            f"{folder} has the checkpoints of another study than {self._study.study_name!r}; give this one a folder of its own"
+        )
+
+    # -- trials of a process that has died
+
+    def _take_back(self) -> None:
+        dead, beating = stale(self._study), set()
+        for trial in trials_of_run(self._study, self._name):
+            if trial.state != TrialState.RUNNING or trial.number in self._mine:
+                continue
+            if dead is None or trial.number in dead:
+                self._let_wait(trial)
+                continue
+            beating.add(trial.number)
+            if trial.number not in self._beating:
+                beat(self._study, trial.number)  # a process that died before its first one would never become stale
+        self._beating, self._looked = beating, time.monotonic()
+        trials = trials_of_run(self._study, self._name)
+        waiting = [trial for trial in trials if trial.state == TrialState.WAITING]
+        self.begun = len(trials) - len(waiting)
+        self._taken_up |= {trial.number for trial in waiting if trial.params}
+        self.alone |= {trial.number for trial in waiting if deaths_of(trial)[0] >= ALONE_AFTER}
+
+    def _let_wait(self, trial: FrozenTrial) -> None:
+        number, states = trial.number, self.files.states(folder_of(trial.number))
+        (count, at), steps = deaths_of(trial), steps_of(states[-1]) if states else 0
+        count = 1 if steps > at else count + 1
+        if count >= FAIL_AFTER:
+            self._study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
+            logger.warning(
+                "trial %d is told as FAIL: its process has died %d times while it ran, the last time alone, without a checkpoint "
+                "between. Its values: %s",
+                number,
+                count,
+                trial.params,
+            )
+        elif set_back(self._study, number):
+            set_deaths(self._study, number, count, steps)
+
+    def waits_for_others(self) -> bool:
+        """See StudyRun."""
+        if self._beating and time.monotonic() - self._looked >= LOOK_AGAIN:
+            told = ", ".join(map(str, sorted(self._beating)))
+            self._say_once(
+                "by their heartbeats another process runs trials %s of this run; they are taken up if it has died", told
+            )
+            self._take_back()
+        return bool(self._beating)
+
+    def leave(self, trial: Trial) -> None:
+        """See StudyRun."""
+        set_back(self._study, trial.number)
+
+    # -- trials of this call
+
+    def ask(self) -> Trial:
+        """See StudyRun."""
+        if self._beating:  # before Optuna fails them
+            self._take_back()
+        fail_stale(self._study)
+        trial = ask_marked(self._study, self._name)
+        if trial.number in self._taken_up:
+            beat(self._study, trial.number)  # its last one was its dead process's: the next to look would fail it
+        self._mine.add(trial.number)
+        self.begun += 1
+        take_up(trial)
+        return trial
+
+    def train(
+        self, trial: Trial, job: Job, began: Callable[[JobRunner], None], resume: Checkpoint | None, **settings: Any
+    ) -> JobResult:
+        """See StudyRun. Raises UnfitCheckpointError if the trial's checkpoints are damaged, or of another job."""
+        found, name = resume, ""
+        try:
+            for name in map(folder_of, (trial.number, *retried(frozen(trial)))):
+                found = found or self.files.last(name, job.name)
+                if found is not None:
+                    break
+            runner = JobRunner(job, resume=found, **settings)
+        except CheckpointError as error:
+            raise self._cannot_go_on(trial, name, error) from error
+        if found is None:
+            self.began_anew(trial)
+        elif resume is None:
+            self._report(trial, found)
+        began(runner)
+        with self._written(trial, job, runner):
+            result = runner.run()
+        if found is not None and isinstance(result.error, CheckpointError):  # its model was not known before
+            raise self._cannot_go_on(trial, name, result.error) from result.error
+        return result
+
+    def _report(self, trial: Trial, found: Checkpoint) -> None:
+        # What the trial that this one repeats had reported: a pruner compares with all epochs.
+        known = frozen(trial).intermediate_values
+        for epoch, metrics in enumerate(found.state["metrics"] if len(self._study.directions) == 1 else ()):
+            if epoch not in known:
+                trial.report(next(iter(metrics.values())), epoch)
+
+    def _cannot_go_on(self, trial: Trial, name: str, error: CheckpointError) -> UnfitCheckpointError:
+        return UnfitCheckpointError(
+            f"trial {trial.number} cannot go on from its checkpoint in {self.files.of(name)}: {error}. Nothing was removed and the "
+            "trial waits: call optimize() again with the code that wrote it, or remove that folder, and the trial begins anew"
+        )
+
+    @contextlib.contextmanager
+    def _written(self, trial: Trial, job: Job, runner: JobRunner) -> Iterator[None]:
+        if (why := why_not_again(f"data of job {job.name!r}", job.data, job.data)) is not None:
+            self._say_once("a trial whose process dies will begin anew: %s", why)
+            yield
+            return
+        self._writing.begin(runner, folder_of(trial.number), at_once=False)
+        try:
+            yield
+        finally:
+            self._writing.end(runner)
+
+    def began_anew(self, trial: Trial) -> None:
+        """See StudyRun."""
+        if trial.number in self._taken_up:
+            self._say_once(
+                "trial %d, and others like it, was under way and begins anew: it is a loop of its own, or there is no checkpoint of it "
+                "yet. Objectives that return a wf.Job go on from their last checkpoint",
+                trial.number,
+            )
+
+    def _say_once(self, text: str, *values: Any) -> None:
+        with self._lock:
+            if text in self._said:
+                return
+            self._said.add(text)
+        logger.warning(text, *values)
+
+    # -- results
+
+    def kept(self) -> Iterator[tuple[FrozenTrial, JobResult]]:
+        """See StudyRun."""
+        for trial in trials_of_run(self._study, self._name):
+            name = folder_of(trial.number)
+            if trial.state != TrialState.COMPLETE or not self.files.has_result(name):
+                continue
+            try:
+                result = self.files.result(name)
+            except CheckpointError as error:
+                logger.warning("the weights of trial %d are lost: %s", trial.number, error)
+                continue
+            self._with_weights.add(trial.number)
+            yield trial, result
+
+    def keep(self, trial: Trial, result: JobResult) -> None:
+        """See StudyRun."""
+        name = folder_of(trial.number)
+        if self._writing.attempt(name, lambda: self.files.keep_result(name, result)):
+            self._with_weights.add(trial.number)
+
+    def told(self, trial: Trial, with_weights: Collection[int]) -> None:
+        """See StudyRun."""
+        self.files.remove(folder_of(trial.number))
+        for number in self._with_weights - {*with_weights}:
+            self._with_weights.remove(number)
+            self.files.remove(folder_of(number), result=True)
+
+    def last(self) -> None:
+        """See StudyRun."""
+        self._writing.last()
+
+
+def folder_of(number: int) -> str:
+    """Return the name of a trial's folder of checkpoints."""
+    return f"trial-{number}"
