@@ -1,6 +1,6 @@
 """Studies whose process is killed at drawn moments, and called again until all their trials have ended.
 
-    python -m benchmarks.study_kills [kills samplers ender memory cost] [--seed 0] [--save]
+    python -m benchmarks.study_kills [kills samplers ender memory paused cost] [--seed 0] [--save]
 
 Trials are networks of the demo's space that read handwritten digits; their data knows its position, so that what is read twice is
 trained twice. A study's process is forked from one that has everything imported. It is killed some time after it began, or then as
@@ -10,12 +10,14 @@ file.
 ``kills``: 24 enqueued trials that return jobs, on SQLite and in a journal; twenty deaths each. Each curve (reports, value, losses)
 is compared with that of a study that nobody killed, bit for bit. ``samplers``: the same with TPE and a pruner, and with loops of
 their own; each curve with that of its values alone. ``ender``: one trial ends its process each time that it runs. ``memory``: three
-of twelve trials exceed ``memory=``, one of them also when it recomputes. ``cost``: the demo's study with and without ``checkpoint=``.
+of twelve trials exceed ``memory=``, one of them also when it recomputes. ``paused``: jobs that are paused after each
+epoch, in memory and on disk; how long that takes; and 300 of them. ``cost``: the demo's study with and without ``checkpoint=``.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import json
 import multiprocessing
@@ -27,20 +29,23 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import optuna
 import torch
 from optuna.storages.journal import JournalFileBackend
+from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 import waterflow as wf
 from benchmarks import report
 from examples import demo
 
 Row = dict[str, Any]
-TRIALS, EPOCHS, EVERY = 24, 12, 0.5
+TRIALS, EPOCHS, EVERY = 24, 24, 0.5
 PATIENCE = 2.0  # seconds after which a process dies that does not come to where it was to die
 CALLS = 120  # of one study, at most
 # Functions of a study's process in which it is killed, and where they are.
@@ -103,7 +108,7 @@ def objective(trial: optuna.Trial, log: Path, loops: bool = False, ends: int | N
     module = model()
     step = wf.Step(module, loss=F.cross_entropy, optimizer=optimizer(module.parameters()))
     value = 0.0
-    for epoch in range(EPOCHS):
+    for epoch in range(EPOCHS // 4):  # they begin anew
         for batch in batches:
             step(batch)
         value = demo.accuracy(module)
@@ -226,7 +231,7 @@ def drawn(numbers: random.Random, count: int) -> list[tuple[str, bool, float]]:
     return [
         (
             "time" if number % 2 else places[number // 2 % len(places)], numbers.random() < 0.5,
-            numbers.uniform(3.0, 6.0) if number % 5 or number % 2 else 0.0,
+            numbers.uniform(1.5, 3.5) if number % 5 or number % 2 else 0.0,
         )
         for number in range(count)
     ]  # fmt: skip
@@ -420,8 +425,146 @@ def cost(folder: Path, seed: int, pairs: int = 5) -> list[Row]:
     return rows
 
 
+# -- paused jobs
+
+
+def paused(folder: Path, seed: int, jobs: int = 8) -> list[Row]:
+    """Jobs of the demo's space that are paused after each epoch, and taken up by another thread, two at a time, in drawn order."""
+    rows = []
+    made = [_job(point, number) for number, point in enumerate(points(jobs, random.Random(seed)))]
+    alone = [wf.train([job], lanes=1, memory="1GiB")[0] for job in made]
+    for where in ("in memory", "on disk"):
+        (here := folder / where).mkdir()
+        results, segments = _in_pieces(made, random.Random(f"{seed} {where}"), here if where == "on disk" else None)
+        differ = [number for number, (mine, theirs) in enumerate(zip(results, alone)) if not _same(mine, theirs)]
+        told = f"{len(differ)} of {jobs} in {segments} segments"
+        rows.append(_row(f"paused after each epoch, states {where}: results that differ", told, "none", not differ))
+    return [*rows, *_pause_and_take_up(), _many()]
+
+
+def _job(point: dict[str, Any], seed: int) -> wf.Job:
+    """A job with dropout, BatchNorm, a scheduler, accumulation, and a shuffled loader with a worker."""
+    data = demo.digits()
+    loader = DataLoader(TensorDataset(data.images, data.labels), point["batch_size"], shuffle=True, num_workers=seed % 2)
+    choice = demo.Choice(**point)
+    return wf.Job(
+        f"job {seed}", lambda: demo.make_model(choice.kind, choice.depth, choice.width, choice.dropout), loader,
+        lambda p: demo.make_optimizer(choice, p), loss=F.cross_entropy, evaluate=demo.accuracy, epochs=3, seed=seed, accumulate=2,
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7),
+    )  # fmt: skip
+
+
+def _pause(epoch: int, metrics: Any) -> None:
+    raise wf.PauseJob
+
+
+def _in_pieces(jobs: list[wf.Job], numbers: random.Random, folder: Path | None) -> tuple[list[Any], int]:
+    results: list[Any] = [None] * len(jobs)
+    states: dict[int, Any] = dict.fromkeys(range(len(jobs)))
+    segments = 0
+
+    def segment(number: int, state: Any) -> None:
+        resume = wf.Checkpoint.load(state) if isinstance(state, Path) else state
+        runner = wf.JobRunner(jobs[number], engine, _pause, resume=resume)
+        with wf.within(engine):
+            result = runner.run()
+        if runner.paused is None:
+            results[number] = result
+        elif folder is None:
+            states[number] = runner.paused
+        else:
+            runner.paused.save(folder / f"{number}.state", durable=False)
+            states[number] = folder / f"{number}.state"
+
+    with wf.Engine("cpu", memory="1GiB", lanes=2) as engine:
+        while states:
+            pair = numbers.sample(sorted(states), min(2, len(states)))
+            threads = [threading.Thread(target=segment, args=(number, states.pop(number))) for number in pair]
+            segments += len(threads)
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    return results, segments
+
+
+def _same(one: wf.JobResult, other: wf.JobResult) -> bool:
+    tensors = one.state_dict or {}, other.state_dict or {}
+    return one.losses == other.losses and one.metrics == other.metrics and all(
+        torch.equal(tensor, tensors[1][name]) for name, tensor in tensors[0].items()
+    )  # fmt: skip
+
+
+def _pause_and_take_up(times: int = 9) -> list[Row]:
+    """From the call of ``on_epoch`` that pauses to the end of the thread; from a new runner to the end of its first step."""
+    rows = []
+    for what, width, most in (("a small job", 32, 0.010), ("100 MB of state", 2900, 0.25)):
+        at: dict[str, float] = {}
+
+        def batches(at: dict[str, float] = at, width: int = width) -> Iterator[Any]:
+            yield torch.zeros(8, width), torch.zeros(8, width)
+            at["stepped"] = time.perf_counter()
+            yield torch.zeros(8, width), torch.zeros(8, width)
+
+        def stop(epoch: int, metrics: Any, at: dict[str, float] = at) -> None:
+            at["asked"] = time.perf_counter()
+            raise wf.PauseJob
+
+        model = functools.partial(nn.Linear, width, width)
+        adam = functools.partial(torch.optim.Adam, fused=True)  # its state is twice the model's
+        job = wf.Job("job", model, batches, adam, loss=F.mse_loss, epochs=times + 2, seed=0)
+        pause, take_up, size, state = [], [], 0, None
+        with wf.Engine("cpu", memory="2GiB", lanes=1) as engine, wf.within(engine):
+            for _ in range(times):
+                began = time.perf_counter()
+                runner = wf.JobRunner(job, engine, stop, resume=state)
+                runner.run()
+                ended = time.perf_counter()
+                state = runner.paused
+                assert state is not None
+                size = state.nbytes
+                pause.append(ended - at["asked"])
+                take_up.append(at["stepped"] - began)
+        both = [p + t for p, t in zip(pause[1:], take_up[1:])]
+        told = f"{report.median(both) * 1e3:.1f} ms ({min(both) * 1e3:.1f} .. {max(both) * 1e3:.1f})"
+        rows.append(
+            _row(f"pause and take up, {what} ({size / 1e6:.1f} MB)", told, f"<= {most * 1e3:g} ms", report.median(both) <= most)
+        )
+    return rows
+
+
+def _many(count: int = 300) -> Row:
+    """So many paused jobs: what is left of each beside its state, and what they do in a second."""
+    made = [_job(point, 2 * number) for number, point in enumerate(points(8, random.Random(0)))]
+    runners = []
+    with wf.Engine("cpu", memory="1GiB", lanes=1) as engine, wf.within(engine):
+        for number in range(count + 8):
+            if number == 8:  # captures, and what a first run leaves
+                gc.collect()
+                threads, before = threading.active_count(), _resident()
+                runners.clear()
+            runner = wf.JobRunner(replace(made[number % 8], epochs=2, evaluate=None), engine, _pause)
+            runner.run()
+            runners.append(runner.paused)
+        gc.collect()
+        states = sum(state.nbytes for state in runners if state is not None)
+        beyond = (_resident() - before - states) / count
+        began, used = time.perf_counter(), time.process_time()
+        time.sleep(1.0)
+        used = (time.process_time() - used) / (time.perf_counter() - began)
+        held = len(engine.reservations)
+    told = f"{threading.active_count() - threads} threads, {held} claims, {used:.1%} of a core, {beyond / 1e3:.1f} KB each"
+    holds = threading.active_count() == threads and not held and used < 0.005 and beyond <= 50e3
+    return _row(f"{count} paused jobs", told, "no thread, claim or time; 50 KB beyond its state", holds)
+
+
+def _resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 PARTS: dict[str, Callable[[Path, int], list[Row]]] = {
-    "kills": kills, "samplers": samplers, "ender": ender, "memory": memory, "cost": cost,
+    "kills": kills, "samplers": samplers, "ender": ender, "memory": memory, "paused": paused, "cost": cost,
 }  # fmt: skip
 
 

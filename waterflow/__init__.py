@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from waterflow.training.checkpoint import Checkpoint as Checkpoint
     from waterflow.training.checkpoint_dir import Checkpoints as Checkpoints
     from waterflow.training.evaluate import evaluate as evaluate
-    from waterflow.training.runner import JobRunner as JobRunner
+    from waterflow.training.runner import JobRunner as JobRunner, PauseJob as PauseJob
     from waterflow.training.train import Callback as Callback, train as train
 
     device = current_device
@@ -65,6 +65,7 @@ _MODULES = {  # of public names; errors are in errors
     "JobResult": "job",
     "JobRunner": "training.runner",
     "Offsets": "partition.plan.offsets",
+    "PauseJob": "training.runner",
     "Plan": "partition.plan.plan",
     "Recomputed": "partition.passes.rematerialize",
     "Results": "job",

@@ -455,11 +455,6 @@ class StudyRunner:
         # After Ctrl-C or an error of a callback: stop all trials, and leave none RUNNING in the storage.
         workers = [*self._running.values(), *self._again]
         self._run.last()
-        if self._run.lasts:
-            for worker in workers:
-                if worker.paused is not None:
-                    self._paused.put(folder_of(worker.trial.number), worker.paused)
-            self._paused.write(LAST_SECONDS)
         if self._clock is not None:
             # Trials that wait for their turn could never end.
             self._clock.open()
@@ -470,6 +465,11 @@ class StudyRunner:
                 worker.break_off()
         join_all([worker.thread for worker in workers], STOP_SECONDS)
         break_off_all(workers, [worker.thread for worker in workers], BREAK_OFF_SECONDS)
+        if self._run.lasts:
+            for worker in workers:
+                if worker.paused is not None:
+                    self._paused.put(folder_of(worker.trial.number), worker.paused)
+            self._paused.write(LAST_SECONDS)
         for worker in workers:
             with contextlib.suppress(Exception):
                 self._run.leave(worker.trial)

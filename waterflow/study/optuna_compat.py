@@ -296,7 +296,7 @@ def refresh(trial: Trial) -> None:
 
 
 _RUN = "waterflow:run"  # system attributes of trials: the run that a trial belongs to,
-_DEATHS = "waterflow:deaths"  # and how many deaths of its process it has seen since it had trained so many steps
+_DEATHS = "waterflow:deaths"  # and how many deaths of its process it has seen, and how far it had come then
 
 
 def check_lasting(study: optuna.Study) -> None:
@@ -348,14 +348,14 @@ def set_back(study: optuna.Study, number: int) -> bool:
 
 
 def deaths_of(trial: FrozenTrial) -> tuple[int, int]:
-    """Return how many deaths of its process a trial has seen since it had trained the second number of steps."""
-    count, steps = trial.system_attrs.get(_DEATHS, (0, 0))
-    return int(count), int(steps)
+    """Return how many deaths of its process a trial has seen, and its progress then: checkpointed steps and reports."""
+    count, progress = trial.system_attrs.get(_DEATHS, (0, 0))
+    return int(count), int(progress)
 
 
-def set_deaths(study: optuna.Study, number: int, count: int, steps: int) -> None:
+def set_deaths(study: optuna.Study, number: int, count: int, progress: int) -> None:
     """Store what ``deaths_of`` returns."""
-    study._storage.set_trial_system_attr(_id_of(study, number), _DEATHS, [count, steps])
+    study._storage.set_trial_system_attr(_id_of(study, number), _DEATHS, [count, progress])
 
 
 def retried(trial: FrozenTrial) -> list[int]:

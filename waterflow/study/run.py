@@ -41,7 +41,7 @@ from waterflow.training.runner import JobRunner, draw_seed
 
 logger = logging.getLogger("waterflow")
 
-ALONE_AFTER, FAIL_AFTER = 2, 3  # deaths of its process that a trial was under way at, without a checkpoint between
+ALONE_AFTER, FAIL_AFTER = 2, 3  # deaths of its process that a trial was under way at, without progress between
 LOOK_AGAIN = 1.0  # seconds between two looks for trials of a process whose heartbeats may end
 
 
@@ -123,6 +123,7 @@ class LastingRun(StudyRun):
         self._writing = Checkpointing(files)
         self._mine: set[int] = set()  # trials that this call asked for
         self._taken_up: set[int] = set()  # trials that a call before had begun
+        self._deaths: dict[int, int] = {}
         self._beating: set[int] = set()  # RUNNING in another process, or in one that has just died
         self._looked = 0.0
         self._with_weights: set[int] = set()
@@ -191,23 +192,25 @@ class LastingRun(StudyRun):
         waiting = [trial for trial in trials if trial.state == TrialState.WAITING]
         self.begun = len(trials) - len(waiting)
         self._taken_up |= {trial.number for trial in waiting if trial.params}
-        self.alone |= {trial.number for trial in waiting if deaths_of(trial)[0] >= ALONE_AFTER}
+        self._deaths |= {trial.number: deaths_of(trial)[0] for trial in waiting}
+        self.alone = {number for number, deaths in self._deaths.items() if deaths >= ALONE_AFTER}
 
     def _let_wait(self, trial: FrozenTrial) -> None:
         number, states = trial.number, self.files.states(folder_of(trial.number))
-        (count, at), steps = deaths_of(trial), steps_of(states[-1]) if states else 0
-        count = 1 if steps > at else count + 1
+        steps = steps_of(states[-1]) if states else 0
+        (count, before), progress = deaths_of(trial), steps + len(trial.intermediate_values)
+        count = 1 if progress > before else count + 1
         if count >= FAIL_AFTER:
             self._study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
             logger.warning(
-                "trial %d is told as FAIL: its process has died %d times while it ran, the last time alone, without a checkpoint "
-                "between. Its values: %s",
+                "trial %d is told as FAIL: its process has died %d times while it ran, the last time alone, without a new "
+                "checkpoint or report between. Its values: %s",
                 number,
                 count,
                 trial.params,
             )
         elif set_back(self._study, number):
-            set_deaths(self._study, number, count, steps)
+            set_deaths(self._study, number, count, progress)
 
     def waits_for_others(self) -> bool:
         """See StudyRun."""
@@ -281,7 +284,8 @@ class LastingRun(StudyRun):
             self._say_once("a trial whose process dies will begin anew: %s", why)
             yield
             return
-        self._writing.begin(runner, folder_of(trial.number), at_once=False)
+        # The more often it has died, the shorter a step forward counts.
+        self._writing.begin(runner, folder_of(trial.number), sooner=4 ** self._deaths.get(trial.number, 0))
         try:
             yield
         finally:

@@ -253,6 +253,7 @@ class Checkpointing:
         self._files = threading.Lock()  # one file at a time
         self._running: dict[Copied, tuple[float, int]] = {}  # when the job was written last, and its steps then
         self._names: dict[Copied, str] = {}  # of their folders
+        self._sooner: dict[Copied, int] = {}
         self._asked: dict[Copied, Future[Checkpoint]] = {}
         self._refused: set[Copied] = set()
         self._unwritten: dict[str, Exception] = {}  # jobs whose last checkpoint or result could not be written, and why
@@ -276,11 +277,14 @@ class Checkpointing:
                 self._write_results()
             self._say_what_is_old()
 
-    def begin(self, runner: Copied, name: str, at_once: bool) -> None:
-        """Register a running job. ``at_once``: write it now, as its initial state does not follow from its seed."""
+    def begin(self, runner: Copied, name: str, at_once: bool = False, sooner: int = 1) -> None:
+        """Register a running job, whose files are in the folder of ``name``, so many times ``sooner`` than others.
+
+        ``at_once``: write it now, as its initial state does not follow from its seed.
+        """
         with self._lock:
             self._running[runner] = (time.monotonic(), runner.begun)
-            self._names[runner] = name
+            self._names[runner], self._sooner[runner] = name, sooner
             if at_once:
                 self._asked[runner] = runner.ask_for_snapshot()
 
@@ -289,6 +293,7 @@ class Checkpointing:
         with self._lock:
             self._running.pop(runner, None)
             self._names.pop(runner, None)
+            self._sooner.pop(runner, None)
             self._asked.pop(runner, None)
         with self._files:
             if result is not None and result.status in ("completed", "pruned"):
@@ -320,7 +325,7 @@ class Checkpointing:
 
     def _due(self, runner: Copied) -> bool:
         when, steps = self._running[runner]
-        by_time = self._to.every is not None and time.monotonic() - when >= self._to.every
+        by_time = self._to.every is not None and time.monotonic() - when >= self._to.every / self._sooner[runner]
         return by_time or (self._to.steps is not None and runner.begun - steps >= self._to.steps)
 
     def _save(self, runner: Copied, made: Future[Checkpoint], durable: bool = True) -> None:
