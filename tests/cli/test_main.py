@@ -139,6 +139,14 @@ def test_study_goes_on_in_a_storage_and_tells_of_failures(folder: Path):
     assert [t["state"] for t in json.loads(ended.stdout)["trials"]] == ["complete", "fail", "complete", "complete"]
 
 
+def test_a_study_with_checkpoints_counts_all_its_trials(folder: Path):
+    text = (
+        "build: code.py:build\nn_trials: 2\nmax_concurrent: 1\nstorage: sqlite:///study.db\nstudy_name: kept\ncheckpoint: state\n"
+    )
+    path = config(folder, text)
+    assert [json.loads(run("study", path, "--json").stdout)["run"]["trials"] for _ in range(2)] == [2, 0]
+
+
 def test_trials_that_return_no_number_are_told(folder: Path):
     (folder / "code.py").write_text(USER_CODE + "\ndef nothing(trial): return None\n")
     ended = run("study", config(folder, "objective: code.py:nothing\nn_trials: 1\n"))

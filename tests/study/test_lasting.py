@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -337,7 +338,7 @@ def test_a_retried_trial_goes_on_from_its_predecessor(tmp_path: Path, undisturbe
     steps: list[int] = []
     submit = wf.Step.submit
     monkeypatch.setattr(wf.Step, "submit", lambda step, batch: (steps.append(1), submit(step, batch))[1])
-    optimize(tmp_path, n_trials=TRIALS + 1)
+    assert optimize(tmp_path).trials == TRIALS
     ours, theirs = curves(study_in(tmp_path)), undisturbed[0]
     assert ours[0][1] == "FAIL" and ours[1:TRIALS] == theirs[1:] and ours[TRIALS][1:] == theirs[0][1:]
     assert len(steps) <= TRIALS * EPOCHS * STEPS - 8
@@ -381,13 +382,60 @@ def test_another_model(tmp_path: Path, undisturbed: Any, monkeypatch: pytest.Mon
     assert_equal(tmp_path, optimize(tmp_path), undisturbed)
 
 
-def test_a_lost_folder(tmp_path: Path) -> None:
-    """The study goes on with trials of another run; those that were under way in the lost one stay as they were."""
-    left_running(tmp_path, objective_of())
-    for path in (tmp_path / "checkpoints").iterdir():
-        path.unlink()
-    assert optimize(tmp_path, n_trials=2).trials == 2
-    assert states(tmp_path)[:3] == ["RUNNING", "COMPLETE", "COMPLETE"]
+def test_a_lost_folder(
+    tmp_path: Path, undisturbed: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Trials that were under way begin anew, which is said once, with the same random numbers: also in another folder."""
+    interrupted(tmp_path, monkeypatch)
+    shutil.rmtree(tmp_path / "checkpoints")
+    torch.manual_seed(1)
+    with caplog.at_level("WARNING", logger="waterflow"):
+        given: dict[str, Any] = {"max_concurrent": 2, "lanes": 2}
+        wf.optimize(study_in(tmp_path), objective_of(), 3, checkpoint=files(tmp_path), **given)
+    assert sum("begins anew" in line for line in caplog.messages) == 1
+    assert curves(study_in(tmp_path))[:3] == undisturbed[0][:3]
+    interrupted_again = tmp_path / "checkpoints" / "study.json"
+    interrupted_again.unlink()
+    (tmp_path / "checkpoints" / "trial-3-x").mkdir()
+    with pytest.raises(wf.CheckpointError, match="has checkpoints of trials and no study.json"):
+        optimize(tmp_path)
+
+
+def test_another_run_of_the_same_trials(tmp_path: Path, undisturbed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial that waits keeps its seed where another folder, or none, takes it up."""
+    interrupted(tmp_path, monkeypatch)
+    torch.manual_seed(1)
+    wf.optimize(study_in(tmp_path), objective_of(), 1, lanes=1, max_concurrent=1)
+    assert curves(study_in(tmp_path))[0] == undisturbed[0][0]
+
+
+class Unreadable(torch.optim.lr_scheduler.StepLR):
+    """A scheduler whose state cannot be put back."""
+
+    def load_state_dict(self, state: Any) -> None:
+        raise KeyError("lr_lambdas")
+
+
+@pytest.mark.parametrize("how", ["scheduler", "file"])
+def test_what_cannot_be_read_is_not_removed(how: str, tmp_path: Path, undisturbed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted(tmp_path, monkeypatch)
+    before = sorted((tmp_path / "checkpoints").glob("trial-0-*/*"))
+
+    def edited(trial: Trial) -> wf.Job:
+        made = objective_of()(trial)
+        if how == "scheduler":
+            made.scheduler = lambda optimizer: Unreadable(optimizer, 1)
+        return made
+
+    with monkeypatch.context() as only:
+        if how == "file":
+            only.setattr(
+                checkpoint_dir.Checkpoint, "load", lambda *given, **settings: (_ for _ in ()).throw(OSError(5, "I/O error"))
+            )
+        with pytest.raises(wf.StudyError, match="trial 0 cannot go on from its checkpoint"):
+            optimize(tmp_path, edited, catch=Exception, max_concurrent=1)
+    assert before and sorted((tmp_path / "checkpoints").glob("trial-0-*/*")) == before
+    assert_equal(tmp_path, optimize(tmp_path), undisturbed)
 
 
 @pytest.mark.parametrize(
@@ -416,7 +464,7 @@ def test_folders_of_others(tmp_path: Path) -> None:
     with files(folder).opened(()), pytest.raises(wf.CheckpointError, match="in use by another call"):
         optimize(folder)
     (folder / "checkpoints" / "study.json").write_text("{")
-    with pytest.raises(wf.CheckpointError, match="study.json is damaged.*another folder"):
+    with pytest.raises(wf.CheckpointError, match="study.json is damaged.*Remove .*begin anew"):
         optimize(folder)
     wf.train(
         [Net()], data=images(2), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), loss=F.cross_entropy, checkpoint=other / "c"

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 _COMMANDS = {"jobs": "train", "objective": "study", "build": "study"}
 _PIECES = {"model", "data", "data_args", "loss", "optimizer", "evaluate"}
-_OPTIONS = {"n_trials", "timeout", "max_concurrent", "device", "memory", "exact", "mode", "deterministic", "trial_timeout"}
+# Settings of the study, and not of optimize().
+_OF_THE_STUDY = {"objective", "build", "direction", "sampler", "pruner", "storage", "study_name", "output"}
 _REFERENCE = "must name a function, as 'module:function' or 'path/to/file.py:function'"
 _SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "qmc": "QMCSampler"}
 _PRUNERS = {
@@ -167,6 +168,7 @@ class _Study(_Shared):
     device: _Device = "cpu"
     deterministic: _Flag = False
     trial_timeout: _Seconds | None = None
+    checkpoint: _Text | None = None
 
 
 def load_train(path: Path) -> TrainConfig:
@@ -205,7 +207,7 @@ def load_study(path: Path) -> StudyConfig:
         load_if_exists=config.study_name is not None,
     )
     title = config.study_name or getattr(config, key)
-    return StudyConfig(title, function, make_study, config.model_dump(include=_OPTIONS), config.output)
+    return StudyConfig(title, function, make_study, config.model_dump(exclude=_OF_THE_STUDY), config.output)
 
 
 def _read(path: Path, form: type[_Form], command: str) -> _Form:

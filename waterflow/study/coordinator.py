@@ -150,13 +150,12 @@ class StudyRunner:
         """Run trials until ``n_trials`` or ``timeout`` (seconds) is reached; arguments and errors as in ``optimize``."""
         started = time.perf_counter()
 
+        def goes_on() -> bool:
+            over = timeout is not None and time.perf_counter() - started >= timeout
+            return not (self._failure is not None or stopped(self._study) or over)
+
         def wanted() -> bool:
-            return not (
-                self._failure is not None
-                or stopped(self._study)
-                or (n_trials is not None and self._run.begun >= n_trials)
-                or (timeout is not None and time.perf_counter() - started >= timeout)
-            )
+            return goes_on() and (n_trials is None or self._run.begun < n_trials)
 
         # Earliest trials first: a pruner compares with trials that have ended, and prunes more if they end soon.
         first = self._engine.fifo_lanes()
@@ -174,32 +173,23 @@ class StudyRunner:
                     self._results.add(trial.number, result)
                     self._results.told(trial.number, values_of(trial))
                 self._fill(wanted, 0)
-                while self._running or (self._again and self._failure is None) or self._run.waits_for_others() or wanted():
+                while (
+                    self._running
+                    or (self._again and self._failure is None)
+                    or (goes_on() and self._run.waits_for_others())
+                    or wanted()
+                ):
                     check_interrupt()
                     self._paused.make_way()
-                    worker = self._next_ended()
-                    if self._auto is not None:
-                        in_use = self._engine.lanes_in_use
-                        self._at_once = self._auto.update(len(self._running), self._one_more_fits(), in_use)
-                    if worker is not None:
-                        try:
-                            if not (self._set_aside(worker) or self._put_again(worker)):
-                                self._tell(worker, catch, callbacks, progress)
-                            if self._failure is not None and self._run.lasts:
-                                raise self._failure
-                            self._fill(wanted, self._leave(worker))
-                        finally:
-                            worker.told.set()
-                            join_all([worker.thread], 1.0)
-                    elif self._auto is not None or self._run.lasts:
-                        self._fill(wanted, 0)
+                    self._run.keep_alive([worker.trial for worker in self._again])
+                    self._look(wanted, catch, callbacks, progress)
+                for waiting in self._again:
+                    self._run.leave(waiting.trial)
             except BaseException:
                 with uninterrupted():
                     self._interrupt()
                 raise
         if self._failure is not None:
-            for worker in self._again:
-                self._run.leave(worker.trial)
             raise self._failure
         seconds = time.perf_counter() - started
         busy = tuple(ns * 1e-9 / seconds for ns in self._engine.native.lane_busy_ns)
@@ -221,6 +211,32 @@ class StudyRunner:
             stats=stats,
             run_again=self._ran_again,
         )
+
+    def _look(
+        self,
+        wanted: Callable[[], bool],
+        catch: tuple[type[Exception], ...],
+        callbacks: Sequence[StudyCallback],
+        progress: ProgressLine,
+    ) -> None:
+        """Wait a moment for the end of a trial, tell it, and begin others."""
+        worker = self._next_ended()
+        if self._auto is not None:
+            in_use = self._engine.lanes_in_use
+            self._at_once = self._auto.update(len(self._running), self._one_more_fits(), in_use)
+        if worker is None:
+            if self._auto is not None or self._run.lasts:
+                self._fill(wanted, 0)
+            return
+        try:
+            if not (self._set_aside(worker) or self._put_again(worker)):
+                self._tell(worker, catch, callbacks, progress)
+            if self._failure is not None and self._run.lasts:
+                raise self._failure
+            self._fill(wanted, self._leave(worker))
+        finally:
+            worker.told.set()
+            join_all([worker.thread], 1.0)
 
     def _threads(self) -> list[int]:
         threads = [worker.thread for worker in [*self._running.values()]]
@@ -248,8 +264,9 @@ class StudyRunner:
         if self._again:
             if self._again[0].alone and self._running:
                 return None
-            worker = self._again.popleft()
-            self._running[worker.trial.number] = worker
+            with uninterrupted():
+                worker = self._again.popleft()
+                self._running[worker.trial.number] = worker
             if worker.job is not None:
                 worker.paused = self._paused.take(folder_of(worker.trial.number))
             return worker
@@ -375,13 +392,10 @@ class StudyRunner:
 
     def _set_aside(self, worker: _Worker) -> bool:
         """Return True if the trial's job was paused; it waits for its turn."""
-        if worker.paused is None:
+        if worker.paused is None or worker.error is not None:
             return False
-        trial = worker.trial
-        self._paused.put(folder_of(trial.number), worker.paused)
-        self._note_need(trial.number)
-        del self._running[trial.number]
-        self._again.append(_Worker(trial, worker.seed, Account(trial.number), worker.alone, worker.again, worker.job))
+        self._paused.put(folder_of(worker.trial.number), worker.paused)
+        self._put_last(_Worker(worker.trial, worker.seed, Account(worker.trial.number), worker.alone, worker.again, worker.job))
         return True
 
     def _put_again(self, worker: _Worker) -> bool:
@@ -397,11 +411,15 @@ class StudyRunner:
             "trial %d runs once more%s with recompute='auto': %s", trial.number, ", alone and" if alone else "", told(error)
         )
         take_up(trial)
-        self._note_need(trial.number)
-        del self._running[trial.number]
-        self._again.append(_Worker(trial, worker.seed, Account(trial.number), alone, again=True))
+        self._put_last(_Worker(trial, worker.seed, Account(trial.number), alone, again=True))
         self._ran_again += 1
         return True
+
+    def _put_last(self, worker: _Worker) -> None:
+        self._note_need(worker.trial.number)
+        with uninterrupted():
+            del self._running[worker.trial.number]
+            self._again.append(worker)
 
     def _note_need(self, number: int) -> None:
         # Trials are alike: the need of ended ones predicts the next one's.
@@ -422,10 +440,11 @@ class StudyRunner:
                 told = tell_quietly(self._study, trial, worker.value, worker.state, error, catch)
             except Exception as failure:  # a sampler's own: the next trial would meet it again
                 self._failure = self._failure or failure
+                if not self._run.lasts:
+                    del self._running[trial.number]
                 return
-            finally:
-                del self._running[trial.number]
-                self._note_need(trial.number)
+            del self._running[trial.number]
+            self._note_need(trial.number)
         self._states[told.state.name.lower()] += 1
         if result is not None:
             self._results.add(trial.number, result)
@@ -454,6 +473,7 @@ class StudyRunner:
     def _interrupt(self) -> None:
         # After Ctrl-C or an error of a callback: stop all trials, and leave none RUNNING in the storage.
         workers = [*self._running.values(), *self._again]
+        began = time.monotonic()
         self._run.last()
         if self._clock is not None:
             # Trials that wait for their turn could never end.
@@ -463,7 +483,7 @@ class StudyRunner:
             worker.told.set()
             if worker.runner is None:
                 worker.break_off()
-        join_all([worker.thread for worker in workers], STOP_SECONDS)
+        join_all([worker.thread for worker in workers], max(0.1, STOP_SECONDS - (time.monotonic() - began)))
         break_off_all(workers, [worker.thread for worker in workers], BREAK_OFF_SECONDS)
         if self._run.lasts:
             for worker in workers:

@@ -295,8 +295,9 @@ def refresh(trial: Trial) -> None:
     trial._cached_frozen_trial = trial.storage.get_trial(trial._trial_id)
 
 
-_RUN = "waterflow:run"  # system attributes of trials: the run that a trial belongs to,
+_RUN = "waterflow:run"  # system attributes of trials: the run that a trial belongs to, with the seed of its first run;
 _DEATHS = "waterflow:deaths"  # and how many deaths of its process it has seen, and how far it had come then
+_RUNS = "waterflow:runs"  # of a study: its runs and their seeds by folder
 
 
 def check_lasting(study: optuna.Study) -> None:
@@ -309,26 +310,54 @@ def check_lasting(study: optuna.Study) -> None:
         )
 
 
+def run_in(study: optuna.Study, folder: str) -> tuple[str, int] | None:
+    """Return the run that has this folder, and its seed; None if there is none."""
+    found = study._storage.get_study_system_attrs(study._study_id).get(_RUNS, {}).get(folder)
+    return None if found is None else (str(found[0]), int(found[1]))
+
+
+def set_run_in(study: optuna.Study, folder: str, run: str, seed: int) -> None:
+    """Store what ``run_in`` returns."""
+    known = study._storage.get_study_system_attrs(study._study_id).get(_RUNS, {})
+    study._storage.set_study_system_attr(study._study_id, _RUNS, {**known, folder: [run, seed]})
+
+
+def run_of(trial: FrozenTrial) -> tuple[str, int] | None:
+    """Return the run that a trial belongs to, and the seed of the run in which it began; None without a mark."""
+    mark = trial.system_attrs.get(_RUN)
+    return None if mark is None else (str(mark[0]), int(mark[1]))
+
+
 def trials_of_run(study: optuna.Study, run: str) -> list[FrozenTrial]:
     """Return the trials that ``ask_marked`` gave to a run, in the order of their numbers."""
-    return [trial for trial in study.get_trials(deepcopy=False) if trial.system_attrs.get(_RUN) == run]
+    return [trial for trial in study.get_trials(deepcopy=False) if (run_of(trial) or ("",))[0] == run]
 
 
-def ask_marked(study: optuna.Study, run: str) -> Trial:
+def ask_marked(study: optuna.Study, run: str, seed: int) -> Trial:
     """Ask for a trial that bears the run's mark: a waiting one, if there is one.
 
     It is marked while it waits, so that none is left without a mark if the process dies in between.
     """
-    storage: Any = study._storage
+
+    def mark(trial: FrozenTrial) -> None:
+        known = run_of(trial)
+        if known is None or known[0] != run:  # what it has reported followed from the seed that it has
+            study._storage.set_trial_system_attr(trial._trial_id, _RUN, [run, seed if known is None else known[1]])
+
     waiting = study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
-    if not waiting:
-        study.add_trial(optuna.create_trial(state=TrialState.WAITING, system_attrs={_RUN: run}))
-    elif waiting[0].system_attrs.get(_RUN) != run:
-        storage.set_trial_system_attr(waiting[0]._trial_id, _RUN, run)
+    if waiting:
+        mark(waiting[0])
+    else:
+        study.add_trial(optuna.create_trial(state=TrialState.WAITING, system_attrs={_RUN: [run, seed]}))
     trial = study.ask()
-    if trial._cached_frozen_trial.system_attrs.get(_RUN) != run:  # another process was quicker
-        storage.set_trial_system_attr(trial._trial_id, _RUN, run)
+    mark(frozen(trial))  # another process may have been quicker
     return trial
+
+
+def fail(study: optuna.Study, number: int) -> None:
+    """Tell a RUNNING trial as FAIL, as Optuna does with stale ones: without its sampler."""
+    with contextlib.suppress(RuntimeError):  # it was told meanwhile
+        study._storage.set_trial_state_values(_id_of(study, number), state=TrialState.FAIL)
 
 
 def next_waiting(study: optuna.Study) -> int | None:
@@ -412,5 +441,7 @@ class _TakenUp(Trial):
 def take_up(trial: Trial) -> None:
     """Make the trial's reports of before stand, from now on."""
     known = frozenset(frozen(trial).intermediate_values)
-    if known:
-        trial.__class__ = type("_TakenUp", (_TakenUp, trial.__class__), {"_waterflow_known": known})
+    if known and not isinstance(trial, _TakenUp):
+        trial.__class__ = type("_TakenUp", (_TakenUp, trial.__class__), {})
+    if isinstance(trial, _TakenUp):
+        trial._waterflow_known, trial._waterflow_again = known, None

@@ -32,6 +32,7 @@ class PausedStates:
         self._most = int(SHARE * engine.reservations.room) if engine.reservations.clock is None else 0
         self._files = files
         self._in_memory: dict[str, Checkpoint] = {}
+        self._unwritten: dict[str, Checkpoint] = {}  # claimed no more: jobs that wait for their memory would wait for ever
         self._jobs: dict[str, str] = {}  # of the states on disk
         self._give_way = threading.Event()
         self._left = contextlib.ExitStack()
@@ -52,7 +53,7 @@ class PausedStates:
 
     def take(self, name: str) -> Checkpoint:
         """Return a state, which is kept no longer. Raises CheckpointError, OSError."""
-        if (state := self._in_memory.pop(name, None)) is not None:
+        if (state := self._in_memory.pop(name, None) or self._unwritten.pop(name, None)) is not None:
             self._hold()
             return state
         found = self._folder().last(name, self._jobs.pop(name))
@@ -73,16 +74,15 @@ class PausedStates:
         self._give_way.clear()
 
     def _write(self, name: str) -> None:
-        state = self._in_memory[name]
+        state = self._in_memory.pop(name)
         try:
             self._folder().save(name, state, durable=False)
         except (OSError, CheckpointError) as error:
             logger.warning(
                 "the state of job %r, which was paused, stays in memory, as it could not be written: %s", state.job, error
             )
-            return
+            self._unwritten[name] = state
         self._jobs[name] = state.job
-        del self._in_memory[name]
         self._hold()
 
     def _hold(self) -> bool:

@@ -23,13 +23,17 @@ from waterflow.study.optuna_compat import (
     beat,
     check_lasting,
     deaths_of,
+    fail,
     fail_stale,
     frozen,
     lasting_name,
     next_waiting,
     retried,
+    run_in,
+    run_of,
     set_back,
     set_deaths,
+    set_run_in,
     stale,
     take_up,
     trials_of_run,
@@ -56,6 +60,7 @@ class StudyRun:
         self._seed = draw_seed()
         self.begun = 0  # trials that were asked for, by calls before, too
         self.alone: set[int] = set()  # trials that may only run alone
+        self._beaten = 0.0
 
     def ask(self) -> Trial:
         """Ask for the next trial."""
@@ -65,9 +70,10 @@ class StudyRun:
         return trial
 
     def seed_of(self, trial: Trial) -> int:
-        """Return the seed of a trial's own random numbers, which follows from the run's and from the trial's number."""
+        """Return the seed of a trial's own random numbers, which follows from its first run's and from its number."""
+        _, seed = run_of(frozen(trial)) or ("", self._seed)
         # A hash: numbers that lie side by side would give generators that do.
-        return int.from_bytes(hashlib.blake2b(f"{self._seed} {trial.number}".encode(), digest_size=4).digest()) >> 1
+        return int.from_bytes(hashlib.blake2b(f"{seed} {trial.number}".encode(), digest_size=4).digest()) >> 1
 
     def next_is_alone(self) -> bool:
         """Return True if the next trial may only run alone."""
@@ -76,6 +82,13 @@ class StudyRun:
     def waits_for_others(self) -> bool:
         """Return True if there are trials that another process seems to run."""
         return False
+
+    def keep_alive(self, trials: Collection[Trial]) -> None:
+        """Record heartbeats of trials that wait for their turn, and have no thread that does."""
+        if trials and time.monotonic() - self._beaten >= LOOK_AGAIN:
+            self._beaten = time.monotonic()
+            for trial in trials:
+                beat(self._study, trial.number)
 
     def train(
         self, trial: Trial, job: Job, began: Callable[[JobRunner], None], resume: Checkpoint | None, **settings: Any
@@ -153,26 +166,33 @@ class LastingRun(StudyRun):
 
     def _known(self) -> tuple[str, int]:
         folder, study = self.files.folder, lasting_name(self._study)
-        path = folder / "study.json"
+        path, where = folder / "study.json", str(folder.resolve())
         if (folder / "seeds.json").exists():
             raise CheckpointError(f"{folder} has the checkpoints of jobs of train(); give the study a folder of its own")
         try:
             known = json.loads(path.read_text())
-            if known["study"] == study:
-                return str(known["run"]), int(known["seed"])
+            if known["study"] != study:
+                raise CheckpointError(
+                    f"{folder} has the checkpoints of another study than {self._study.study_name!r}; give this one a folder of its own"
+                )
+            run, seed = str(known["run"]), int(known["seed"])
         except FileNotFoundError:
-            run = secrets.token_hex(6)
-            # Before the first trial bears its mark, or nobody would know whose it is.
-            replace_text(path, json.dumps({"study": study, "run": run, "seed": self._seed}))
-            return run, self._seed
+            run, seed = run_in(self._study, where) or (secrets.token_hex(6), self._seed)  # known: its folder was lost
+            if any(folder.glob("trial-*")):
+                raise CheckpointError(
+                    f"{folder} has checkpoints of trials and no study.json, which says whose they are; give the study a folder of its "
+                    "own, or remove them"
+                ) from None
         except (ValueError, KeyError, TypeError):
             raise CheckpointError(
-                f"{path} is damaged, and nothing else says which trials were under way. Give the study another folder, in which it "
-                "begins with new trials"
+                f"{path} is damaged, and it says whose the checkpoints beside it are. Remove {folder}, and trials that were under way "
+                "begin anew"
             ) from None
-        raise CheckpointError(
-            f"{folder} has the checkpoints of another study than {self._study.study_name!r}; give this one a folder of its own"
-        )
+        # Before the first trial bears its mark, or nobody would know whose it is.
+        if run_in(self._study, where) != (run, seed):
+            set_run_in(self._study, where, run, seed)
+        replace_text(path, json.dumps({"study": study, "run": run, "seed": seed}))
+        return run, seed
 
     # -- trials of a process that has died
 
@@ -190,7 +210,8 @@ class LastingRun(StudyRun):
         self._beating, self._looked = beating, time.monotonic()
         trials = trials_of_run(self._study, self._name)
         waiting = [trial for trial in trials if trial.state == TrialState.WAITING]
-        self.begun = len(trials) - len(waiting)
+        repeated = {number for trial in trials for number in retried(trial)}
+        self.begun = sum(trial.state != TrialState.WAITING and trial.number not in repeated for trial in trials)
         self._taken_up |= {trial.number for trial in waiting if trial.params}
         self._deaths |= {trial.number: deaths_of(trial)[0] for trial in waiting}
         self.alone = {number for number, deaths in self._deaths.items() if deaths >= ALONE_AFTER}
@@ -201,7 +222,7 @@ class LastingRun(StudyRun):
         (count, before), progress = deaths_of(trial), steps + len(trial.intermediate_values)
         count = 1 if progress > before else count + 1
         if count >= FAIL_AFTER:
-            self._study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
+            fail(self._study, number)
             logger.warning(
                 "trial %d is told as FAIL: its process has died %d times while it ran, the last time alone, without a new "
                 "checkpoint or report between. Its values: %s",
@@ -233,9 +254,8 @@ class LastingRun(StudyRun):
         if self._beating:  # before Optuna fails them
             self._take_back()
         fail_stale(self._study)
-        trial = ask_marked(self._study, self._name)
-        if trial.number in self._taken_up:
-            beat(self._study, trial.number)  # its last one was its dead process's: the next to look would fail it
+        trial = ask_marked(self._study, self._name, self._seed)
+        beat(self._study, trial.number)  # its last one may be its dead process's: the next to look would fail it
         self._mine.add(trial.number)
         self.begun += 1
         take_up(trial)
@@ -252,7 +272,7 @@ class LastingRun(StudyRun):
                 if found is not None:
                     break
             runner = JobRunner(job, resume=found, **settings)
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             raise self._cannot_go_on(trial, name, error) from error
         if found is None:
             self.began_anew(trial)
@@ -272,7 +292,7 @@ class LastingRun(StudyRun):
             if epoch not in known:
                 trial.report(next(iter(metrics.values())), epoch)
 
-    def _cannot_go_on(self, trial: Trial, name: str, error: CheckpointError) -> UnfitCheckpointError:
+    def _cannot_go_on(self, trial: Trial, name: str, error: Exception) -> UnfitCheckpointError:
         return UnfitCheckpointError(
             f"trial {trial.number} cannot go on from its checkpoint in {self.files.of(name)}: {error}. Nothing was removed and the "
             "trial waits: call optimize() again with the code that wrote it, or remove that folder, and the trial begins anew"
@@ -317,7 +337,7 @@ class LastingRun(StudyRun):
                 continue
             try:
                 result = self.files.result(name)
-            except CheckpointError as error:
+            except (CheckpointError, OSError) as error:
                 logger.warning("the weights of trial %d are lost: %s", trial.number, error)
                 continue
             self._with_weights.add(trial.number)
@@ -332,7 +352,9 @@ class LastingRun(StudyRun):
     def told(self, trial: Trial, with_weights: Collection[int]) -> None:
         """See StudyRun."""
         self.files.remove(folder_of(trial.number))
-        for number in self._with_weights - {*with_weights}:
+        self._writing.forget(folder_of(trial.number))
+        # The best of before stays until what is better now could be written.
+        for number in self._with_weights - {*with_weights} if self._with_weights.issuperset(with_weights) else ():
             self._with_weights.remove(number)
             self.files.remove(folder_of(number), result=True)
 

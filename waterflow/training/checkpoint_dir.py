@@ -68,7 +68,7 @@ class Checkpoints:
             if (why := why_not_again(f"data of job {job.name!r}", job.data, job.data)) is not None:
                 raise CheckpointError(why)
         self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / "in-use", "w") as lock:
+        with open(self.folder / "in-use", "w") as lock, _closed_in_forks(lock.fileno()):
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
@@ -191,6 +191,27 @@ def replace_text(path: Path, text: str) -> None:
         raise
 
 
+_LOCKS: set[int] = set()
+
+
+@contextlib.contextmanager
+def _closed_in_forks(file: int) -> Iterator[None]:
+    # A worker that loads data, which is forked, would hold the lock for seconds behind the death of this process.
+    _LOCKS.add(file)
+    try:
+        yield
+    finally:
+        _LOCKS.discard(file)
+
+
+def _close_locks() -> None:
+    for file in _LOCKS:
+        os.close(file)
+
+
+os.register_at_fork(after_in_child=_close_locks)
+
+
 def steps_of(state: Path) -> int:
     """Return the number of steps that the job had completed at the checkpoint in this file."""
     return int(state.stem.removeprefix("step-"))
@@ -250,7 +271,7 @@ class Checkpointing:
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._to = checkpoints
         self._lock = threading.Lock()
-        self._files = threading.Lock()  # one file at a time
+        self._files = threading.RLock()  # one file at a time
         self._running: dict[Copied, tuple[float, int]] = {}  # when the job was written last, and its steps then
         self._names: dict[Copied, str] = {}  # of their folders
         self._sooner: dict[Copied, int] = {}
@@ -272,7 +293,7 @@ class Checkpointing:
             yield
         finally:
             self._over.set()
-            thread.join()
+            thread.join(LAST_SECONDS if self._hurry else None)
             if not self._hurry:
                 self._write_results()
             self._say_what_is_old()
@@ -295,6 +316,7 @@ class Checkpointing:
             self._names.pop(runner, None)
             self._sooner.pop(runner, None)
             self._asked.pop(runner, None)
+            self._refused.discard(runner)
         with self._files:
             if result is not None and result.status in ("completed", "pruned"):
                 self._finish(result)
@@ -307,8 +329,12 @@ class Checkpointing:
             asked = {self._asked.get(runner) or runner.ask_for_snapshot(): runner for runner in self._running}
         wait(asked, timeout=LAST_SECONDS)
         for made, runner in asked.items():
-            if made.done() and time.monotonic() < until:
-                self._save(runner, made, durable=False)  # the process ends, not the machine
+            # The other thread may be in a slow write, which is not waited for.
+            if made.done() and self._files.acquire(timeout=max(0.0, until - time.monotonic())):
+                try:
+                    self._save(runner, made, durable=False)  # the process ends, not the machine
+                finally:
+                    self._files.release()
 
     def _work(self) -> None:
         while not self._over.wait(timeout=LOOK_AGAIN):
@@ -348,6 +374,10 @@ class Checkpointing:
             if runner in self._running:
                 self._running[runner] = (time.monotonic(), checkpoint.steps)
 
+    def forget(self, name: str) -> None:
+        """Say nothing at the end of a job whose last state could not be written, as nobody needs it any more."""
+        self._unwritten.pop(name, None)
+
     # -- what cannot be written
 
     def attempt(self, name: str, write: Callable[[], None]) -> bool:
@@ -357,7 +387,7 @@ class Checkpointing:
             # caught, as the user's state_dict() may raise any error; none may end the training.
             write()
         except Exception as error:
-            self._unwritten[name] = error
+            self._unwritten[name] = error.with_traceback(None)  # its frames hold the state
             of_all = isinstance(error, OSError | RuntimeError)  # of the disk, most likely
             # One warning for a full disk, not one per job and checkpoint.
             cause = (type(error), getattr(error, "errno", None)) if of_all else name

@@ -304,6 +304,11 @@ def check_same_job(job: Job, checkpoint: Checkpoint) -> None:
         )
 
 
+def as_checkpoint_error(job: str, error: Exception) -> CheckpointError:
+    """Return the error of a job that could not take its state back, as a CheckpointError."""
+    return error if isinstance(error, CheckpointError) else _other(job, f"{type(error).__name__}: {error}")
+
+
 def copied(value: Any, tensors: bool = True) -> Any:
     """Return a deep copy of plain data with its tensors in host memory.
 

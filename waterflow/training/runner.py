@@ -31,7 +31,7 @@ from waterflow.training.build import model_of, optimizer_of
 from waterflow.training.checkpoint import Checkpoint
 from waterflow.training.engine_lease import EngineLease
 from waterflow.training.evaluation import Evaluation
-from waterflow.training.job_state import JobState, check_same_job, progress_of, put_progress
+from waterflow.training.job_state import JobState, as_checkpoint_error, check_same_job, progress_of, put_progress
 from waterflow.training.safepoint import Safepoint, State
 from waterflow.training.schedulers import of_numbers, step_after_epoch
 from waterflow.training.shards.step import ShardedStep
@@ -220,7 +220,10 @@ class JobRunner:
                 with self._in_order():
                     self._build()
                     if self._resume is not None:
-                        self._go_on_from(self._resume)
+                        try:
+                            self._go_on_from(self._resume)
+                        except Exception as why:  # of the user's load_state_dict(), too
+                            raise as_checkpoint_error(self.job.name, why) from why
                         self._resume = None
                 self._train()
         except PauseJob:

@@ -29,7 +29,7 @@ from waterflow.run_stats import RunStats
 from waterflow.training.checkpoint import Checkpoint
 from waterflow.training.checkpoint_dir import Checkpointing, Checkpoints
 from waterflow.training.progress import ProgressLine
-from waterflow.training.runner import JobRunner, draw_seed
+from waterflow.training.runner import JobRunner, PauseJob, draw_seed
 from waterflow.training.shards.runner import ElasticRunner, memory_of_each
 from waterflow.units import Mode, check_device
 
@@ -233,7 +233,8 @@ class _Training:
             with self._telling:
                 for callback in self._callbacks:
                     if isinstance(callback, Callback):
-                        callback.on_epoch_end(job, epoch, metrics)
+                        with _no_pause(job):
+                            callback.on_epoch_end(job, epoch, metrics)
 
         own: dict[str, Any] = {"seed": self._seeds[number], "resume": self._resume.pop(number, None)}
         runner: JobRunner | ElasticRunner
@@ -294,6 +295,17 @@ class _Training:
         with self._lock:
             self._waiting.clear()
             stop_all(self._running.values(), reason)
+
+
+@contextlib.contextmanager
+def _no_pause(job: Job) -> Iterator[None]:
+    try:
+        yield
+    except PauseJob:
+        raise InvalidJobError(
+            f"a callback of train() raised PauseJob for job {job.name!r}, whose state nobody would have; pause it by "
+            "runner.suspend() and resume(), of the runner that on_job_start is given"
+        ) from None
 
 
 _SETTINGS = frozenset(field.name for field in fields(Job)) - {"name", "model"}
