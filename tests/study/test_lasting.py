@@ -147,7 +147,7 @@ def test_goes_on_behind_a_kill(kind: str, tmp_path: Path, undisturbed: Any, capl
     assert "RUNNING" in [trial.state.name for trial in study.get_trials()]
     with caplog.at_level("WARNING", logger="waterflow"):
         summary = optimize(tmp_path, study=study)
-    assert sum(line.startswith("the study goes on where") for line in caplog.messages) == 1
+    assert sum(line.startswith("the study goes on from") for line in caplog.messages) == 1
     assert curves(study) == undisturbed[0]
     if kind == "journal":
         assert_equal(tmp_path, summary, undisturbed)

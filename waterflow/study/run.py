@@ -157,7 +157,7 @@ class LastingRun(StudyRun):
                     self.files.remove(folder_of(trial.number))
             if trials:
                 logger.warning(
-                    "the study goes on where %s has it: %d trials had ended, %d are taken up; n_trials= counts all of them",
+                    "the study goes on from %s: %d trials had ended, %d are taken up; n_trials= counts all of them",
                     self.files.folder,
                     len(ended),
                     len(self._taken_up),
