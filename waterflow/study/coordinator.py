@@ -407,9 +407,8 @@ class StudyRunner:
         if not alone and runner.job.recompute is not None:
             return False
         trial = worker.trial
-        logger.warning(
-            "trial %d runs once more%s with recompute='auto': %s", trial.number, ", alone and" if alone else "", told(error)
-        )
+        how = ["alone"] * alone + ["with recompute='auto'"] * (runner.job.recompute is None)
+        logger.warning("trial %d runs once more %s: %s", trial.number, " and ".join(how), told(error))
         take_up(trial)
         self._put_last(_Worker(trial, worker.seed, Account(trial.number), alone, again=True))
         self._ran_again += 1
