@@ -3,7 +3,7 @@
     python -m benchmarks.study_kills [kills samplers ender memory paused cost] [--seed 0] [--save]
 
 Trials are networks of the demo's space that read handwritten digits; their data knows its position, so that what is read twice is
-trained twice. A study's process is forked from one that has everything imported. It is killed some time after it began, or then as
+trained twice. A study's process is forked from one that has everything imported. It is killed some time after its first batch, or then as
 it enters or leaves one of its own functions: where it asks for a trial, marks or tells it, captures a step, writes or replaces a
 file.
 
@@ -48,6 +48,7 @@ Row = dict[str, Any]
 TRIALS, EPOCHS, EVERY = 24, 24, 0.5
 PATIENCE = 2.0  # seconds after which a process dies that does not come to where it was to die
 CALLS = 120  # of one study, at most
+TRAINS = threading.Event()  # in a study's process: its first batch was read
 # Functions of a study's process in which it is killed, and where they are.
 PLACES = {
     "asks": ("waterflow.study.run", "ask_marked"),
@@ -97,6 +98,7 @@ def objective(trial: optuna.Trial, log: Path, loops: bool = False, ends: int | N
     def note(step: int) -> None:
         if trial.number == ends and step > 3:
             os.kill(os.getpid(), signal.SIGKILL)
+        TRAINS.set()
         os.write(file, f"{os.getpid()} {trial.number} {step} {time.monotonic()}\n".encode())
 
     file = _opened(log)
@@ -154,7 +156,7 @@ def _load(folder: Path, kind: str, prunes: bool) -> optuna.Study:
 
 
 def call(folder: Path, kind: str, prunes: bool, arguments: dict[str, Any], death: tuple[str, bool, float] | None) -> None:
-    """Run or continue the study, and die as ``death`` says: where, before or behind the call, and not before so many seconds."""
+    """Run or continue the study, and die as ``death`` says: where, before or behind the call, so many seconds behind its first batch."""
     torch.set_num_threads(1)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     sys.stderr = open(folder / "stderr", "a")  # noqa: SIM115
@@ -172,10 +174,18 @@ def _arm(place: str, behind: bool, seconds: float) -> None:
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    began = time.monotonic()
-    timer = threading.Timer(seconds if place == "time" else seconds + PATIENCE, die)
-    timer.daemon = True
-    timer.start()
+    due = threading.Event()
+
+    def wait() -> None:
+        if seconds:
+            TRAINS.wait()
+            time.sleep(seconds)
+        due.set()
+        if place != "time":
+            time.sleep(PATIENCE)
+        die()
+
+    threading.Thread(target=wait, daemon=True).start()
     if place == "time":
         return
     where, name = PLACES[place]
@@ -184,7 +194,7 @@ def _arm(place: str, behind: bool, seconds: float) -> None:
 
     @functools.wraps(real)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        mine = time.monotonic() - began >= seconds
+        mine = due.is_set()
         if mine and not behind:
             die()
         result = real(*args, **kwargs)
@@ -231,7 +241,7 @@ def drawn(numbers: random.Random, count: int) -> list[tuple[str, bool, float]]:
     return [
         (
             "time" if number % 2 else places[number // 2 % len(places)], numbers.random() < 0.5,
-            numbers.uniform(1.5, 3.5) if number % 5 or number % 2 else 0.0,
+            numbers.uniform(0.5, 2.5) if number % 5 or number % 2 else 0.0,
         )
         for number in range(count)
     ]  # fmt: skip

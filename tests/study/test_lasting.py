@@ -279,7 +279,7 @@ def test_reports_stand(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_a_trial_at_the_death_of_its_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """At two deaths it runs alone; at the third it has failed. A new checkpoint between counts from one again."""
+    """At two deaths it runs alone; at the fourth it has failed. Progress between counts from one again."""
 
     def deaths(times: int) -> None:
         for _ in range(times):
@@ -300,13 +300,13 @@ def test_a_trial_at_the_death_of_its_process(tmp_path: Path, caplog: pytest.LogC
     optimize(tmp_path, objective_of(act), n_trials=3, callbacks=[lambda study, trial: ended.add(trial.number)])
     assert states(tmp_path)[:3] == ["COMPLETE"] * 3
     assert beside[: EPOCHS * STEPS] == [1] * (EPOCHS * STEPS)
-    deaths(3)
+    deaths(4)
     with caplog.at_level("WARNING", logger="waterflow"):
         optimize(tmp_path)
     assert states(tmp_path) == ["COMPLETE"] * 3 + ["FAIL", "COMPLETE"]
     (told,) = [line for line in caplog.messages if line.startswith("trial 3 is told as FAIL")]
     assert "{'lr': 0.04}" in told
-    assert alone == [False, False, False, False, True]
+    assert alone == [False, False, False, False, True, True]
 
 
 # -- heartbeats, and Optuna's own retries

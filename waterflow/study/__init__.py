@@ -93,8 +93,8 @@ def optimize(
             killed, interrupted, or ended by an error. The study needs an RDB or journal storage. ``n_trials`` counts the trials of
             all calls with that folder, ``timeout`` each call. Trials that were under way keep their numbers, values, reports and
             random numbers; their jobs go on from their last checkpoint and end with the bits of an undisturbed run. An objective
-            with a loop of its own begins anew. A trial that is under way at each of three deaths of its process, without a new
-            checkpoint (they come sooner behind each death) or report between, is told as FAIL, the last time alone. An error that ends the
+            with a loop of its own begins anew. A trial that is under way at two deaths of its process, without a new checkpoint
+            (they come sooner behind each death) or report between, runs alone, and after two more is told as FAIL. An error that ends the
             study does not wait for running trials: they go on in the next call. Heartbeats of the storage tell trials of other
             processes; without them no other process may run the study at the same time.
 

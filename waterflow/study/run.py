@@ -45,7 +45,9 @@ from waterflow.training.runner import JobRunner, draw_seed
 
 logger = logging.getLogger("waterflow")
 
-ALONE_AFTER, FAIL_AFTER = 2, 3  # deaths of its process that a trial was under way at, without progress between
+# Deaths of its process that a trial was under way at, without progress between. Twice alone: a process that others kill may hit one
+# that has just begun.
+ALONE_AFTER, FAIL_AFTER = 2, 4
 LOOK_AGAIN = 1.0  # seconds between two looks for trials of a process whose heartbeats may end
 
 
@@ -224,7 +226,7 @@ class LastingRun(StudyRun):
         if count >= FAIL_AFTER:
             fail(self._study, number)
             logger.warning(
-                "trial %d is told as FAIL: its process has died %d times while it ran, the last time alone, without a new "
+                "trial %d is told as FAIL: its process has died %d times while it ran, twice while it ran alone, without a new "
                 "checkpoint or report between. Its values: %s",
                 number,
                 count,
