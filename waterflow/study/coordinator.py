@@ -80,7 +80,8 @@ class _Worker:
     thread: threading.Thread | None = None
     code: UserCode = field(default_factory=UserCode)
     runner: JobRunner | None = None
-    paused: Checkpoint | None = None
+    paused: Checkpoint | None = None  # what its job left, or goes on from
+    aside: bool = False  # its job was paused
     value: Any = None
     result: JobResult | None = None
     state: TrialState | None = None
@@ -376,10 +377,9 @@ class StudyRunner:
         if worker.again and job.recompute is None:
             job = replace(job, recompute="auto")
         settings = {"engine": self._engine, "on_epoch": reporting(self._study, worker.trial, turn), "in_order": turn}
-        resume, worker.paused = worker.paused, None
-        result = self._run.train(worker.trial, job, began, resume, seed=worker.seed, **settings)
-        if result.status == "paused":
-            worker.job, worker.paused = job, worker.runner.paused if worker.runner is not None else None
+        result = self._run.train(worker.trial, job, began, worker.paused, seed=worker.seed, **settings)
+        if result.status == "paused" and worker.runner is not None:
+            worker.job, worker.paused, worker.aside = job, worker.runner.paused, True
             return None
         worker.result = result
         if result.status == "pruned":
@@ -392,7 +392,7 @@ class StudyRunner:
 
     def _set_aside(self, worker: _Worker) -> bool:
         """Return True if the trial's job was paused; it waits for its turn."""
-        if worker.paused is None or worker.error is not None:
+        if not worker.aside or worker.paused is None or worker.error is not None:
             return False
         self._paused.put(folder_of(worker.trial.number), worker.paused)
         self._put_last(_Worker(worker.trial, worker.seed, Account(worker.trial.number), worker.alone, worker.again, worker.job))
