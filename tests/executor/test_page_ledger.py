@@ -23,6 +23,17 @@ def test_pages_stay_behind_a_step_until_they_are_given_back() -> None:
     assert pages.pages == 30
 
 
+def test_pages_that_were_given_back_below_a_step_do_not_come_back_with_less() -> None:
+    pages = PageLedger(100, page=10)
+    pages.begin(0, 35, capacity=100)
+    pages.grow(0, 35)
+    pages.grow(0, 25)
+    pages.give_back(0, 30)
+    pages.grow(0, 12)
+    assert (pages.pages, pages.spare(0)) == (30, (20, 30))
+    pages.check()
+
+
 def test_a_device_that_runs_behind_keeps_what_was_reached() -> None:
     pages = PageLedger(100, page=10, behind=True)
     pages.begin(1, 35, capacity=100)

@@ -54,9 +54,10 @@ class PageLedger {
   // It reaches so far, or holds so little. What it has reached has pages.
   void grow(int32_t end, int64_t bytes) {
     End& one = ends_[end];
+    const int64_t now = std::min(size_, whole_pages(bytes));
     one.live = bytes;
-    one.reached = std::max(one.reached, std::min(size_, whole_pages(bytes)));
-    one.touched = std::max(one.touched, one.reached);
+    one.reached = std::max(one.reached, now);
+    one.touched = std::max(one.touched, now);  // what it had reached before may have been given back since
   }
   void finish(int32_t end) { ends_[end].standing = false; }
   // The largest capacity up to `wanted` at which the steps that stand there cannot meet.
