@@ -116,7 +116,7 @@ class Checkpoints:
         return self.last(job.name, job.name)
 
     def result(self, name: str, *, job: str | None = None) -> JobResult:
-        """Return the result that ``keep`` wrote. Raises CheckpointError, also for one that is not of ``job``; OSError."""
+        """Return the result that ``keep_result`` wrote. Raises CheckpointError, also for one that is not of ``job``; OSError."""
         content = read(self._result_file(name), job=job)
         content |= {"metrics": tuple(content["metrics"]), "losses": tuple(content["losses"])}
         known = {field.name for field in fields(JobResult)}  # fields that an earlier version had are left out
@@ -205,8 +205,8 @@ def _closed_in_forks(file: int) -> Iterator[None]:
 
 
 def _close_locks() -> None:
-    for file in _LOCKS:
-        os.close(file)
+    while _LOCKS:  # a fork of the fork must not close what has their numbers then
+        os.close(_LOCKS.pop())
 
 
 os.register_at_fork(after_in_child=_close_locks)
