@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from waterflow.partition.passes.rematerialize import Recomputed
 
 
-Status = Literal["completed", "failed", "pruned", "cancelled", "paused"]
+Status = Literal["completed", "failed", "pruned", "cancelled", "paused", "unfinished"]
 Metrics = dict[str, float]
 
 

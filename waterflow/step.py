@@ -22,7 +22,7 @@ from waterflow.errors import CaptureError, InvalidJobError, JobCancelled, StepEr
 from waterflow.executor.audit import Audit
 from waterflow.executor.cancel import has_limit
 from waterflow.executor.data.copies import OwnBatches, brought
-from waterflow.executor.engine import EagerWork, Engine, current_engine, current_worker
+from waterflow.executor.engine import EagerWork, Engine, current_engine, current_worker, here
 from waterflow.executor.memory_limit import parse_recompute
 from waterflow.executor.program import beside, eager, ownership
 from waterflow.executor.program.bound_step import BoundStep, BoundSteps
@@ -415,6 +415,8 @@ class Step:
         # It would wait for the lane and the memory that its caller holds: for ever.
         if self.engine is not None and (self.engine.native.on_a_lane or self.engine.lent_to):
             self.engine.refuse_inside(f"step {self.name!r}")
+        if here.before_step is not None:
+            here.before_step()
         if update is None:
             update = (self._micro + 1) % self.accumulate == 0
         # The virtual clock of a deterministic study counts steps that were begun.

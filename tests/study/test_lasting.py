@@ -285,7 +285,9 @@ def test_a_trial_at_the_death_of_its_process(tmp_path: Path, caplog: pytest.LogC
         for _ in range(times):
             with LastingRun(study_in(tmp_path), files(tmp_path)).opened() as run:
                 alone.append(bool(run.alone))
-                run.ask().suggest_float("lr", 1e-3, 1.0)
+                trial = run.ask()
+                run.under_way([trial.number])
+                trial.suggest_float("lr", 1e-3, 1.0)
 
     alone: list[bool] = []
     deaths(2)

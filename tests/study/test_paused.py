@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from tests.leftovers import nothing_left  # noqa: F401
 from waterflow.executor.engine import Engine, within
 from waterflow.study import coordinator, paused
 from waterflow.study.coordinator import StudyRunner
+from waterflow.study.order import Policy, TrialProgress
 from waterflow.study.paused import PausedStates
 from waterflow.training import checkpoint_dir
 from waterflow.training.checkpoint import Checkpoint
@@ -47,16 +47,16 @@ def job(trial: optuna.Trial, workers: int = 0, **changes: Any) -> wf.Job:
     return wf.Job("job", **(settings | changes))
 
 
-class Drawn(deque[Any]):
-    """A queue that gives its entries in drawn order."""
+class Drawn(Policy):
+    """Takes up trials that wait in drawn order, and then begins new ones."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._numbers = random.Random(1)
 
-    def popleft(self) -> Any:
-        self.rotate(self._numbers.randrange(len(self)))
-        return super().popleft()
+    def choose(self, trials: Sequence[TrialProgress], lanes: int) -> list[TrialProgress]:
+        ready = [trial for trial in trials if trial.state == "ready"]
+        self._numbers.shuffle(ready)
+        return [*ready, *(trial for trial in trials if trial.state == "new")][:lanes]
 
 
 class Pauses:
@@ -83,7 +83,7 @@ class Pauses:
 
         def init(self: StudyRunner, *given: Any) -> None:
             made(self, *given)
-            self._again = Drawn()
+            self._order._policy = Drawn()
 
         monkeypatch.setattr(StudyRunner, "__init__", init)
 

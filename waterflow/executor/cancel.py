@@ -416,8 +416,11 @@ def limited(
     stop: Callable[[str], None],
     progress: Callable[[], str] = str,
     late: Callable[[T, JobTimeoutError], T] | None = None,
+    before: float = 0.0,
 ) -> T:
     """Run ``work`` on the calling thread within ``seconds`` and return its result; of nested limits the earliest counts.
+
+    ``before`` of the seconds have passed, in runs before.
 
     When the time is over, ``stop`` asks the work to end at its next boundary; after that its user code is interrupted, once. If
     it hangs outside of the interpreter, or catches all errors, a warning names its line, and the call waits for it.
@@ -429,24 +432,24 @@ def limited(
         return work()
     told = f"{who} ran longer than its limit {setting}={seconds:g} s"
     if has_limit():
-        _local.limit.shorten(seconds, told)
+        _local.limit.shorten(seconds, told, before)
         return work()
-    return _Limit(seconds, told, code, stop, progress).run(work, late)
+    return _Limit(seconds, told, code, stop, progress, before).run(work, late)
 
 
 class _Limit:
     def __init__(
-        self, seconds: float, told: str, code: UserCode, stop: Callable[[str], None], progress: Callable[[], str]
+        self, seconds: float, told: str, code: UserCode, stop: Callable[[str], None], progress: Callable[[], str], before: float
     ) -> None:
         self._code, self._stop, self._progress = code, stop, progress
         self._done = threading.Event()
         self._error: JobTimeoutError | None = None  # once the limit was passed
         self._deadline = math.inf
-        self.shorten(seconds, told)
+        self.shorten(seconds, told, before)
 
-    def shorten(self, seconds: float, told: str) -> None:
+    def shorten(self, seconds: float, told: str, before: float) -> None:
         # Of nested limits the one that ends first stays, also after the inner work has ended.
-        began = time.monotonic()
+        began = time.monotonic() - before
         if began + seconds < self._deadline:
             self._told, self._began, self._deadline = told, began, began + seconds
 

@@ -26,7 +26,7 @@ from waterflow.executor.policy import ResourcePolicy, parse_quota
 from waterflow.executor.reservations import Reservations, too_large
 from waterflow.executor.stats import Account, EngineStats
 from waterflow.executor.tuning import WINDOW_SECONDS, Decision, InPython, LanesInUse
-from waterflow.executor.virtual_clock import current_worker as current_worker, here
+from waterflow.executor.virtual_clock import current_worker as current_worker, here as here
 from waterflow.partition.plan.plan import Plan
 from waterflow.units import Mode, Priority, check_device, check_priority
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
 class _Belonging(threading.local):
     engine: Any = None
     worker: int | None = None
+    before_step: Callable[[], None] | None = None  # called before each step; it may wait
 
 
 here = _Belonging()

@@ -9,18 +9,19 @@ from typing import Any, Literal
 
 import optuna
 
-from waterflow.errors import AuditError, JobTimeoutError, StudyError, explained
+from waterflow.errors import AuditError, InvalidJobError, JobTimeoutError, StudyError, explained
 from waterflow.executor.engine import Engine
 from waterflow.executor.timeline import Timeline
 from waterflow.job import Job, why_no_limit
 from waterflow.study.cluster_trials import TrialDevices, spread
 from waterflow.study.coordinator import Objective, StudyCallback, StudyRunner
 from waterflow.study.optuna_compat import check_threads, in_loop
+from waterflow.study.order import Fifo, Policy, policy_of
 from waterflow.study.run import LastingRun, StudyRun
 from waterflow.study.values import KeepWeights, NestedStudyError, StudySummary, StudyTypeError, check_keep_weights
 from waterflow.training.checkpoint_dir import Checkpoints
 from waterflow.training.progress import ProgressLine
-from waterflow.units import Mode
+from waterflow.units import Mode, parse_seconds
 
 __all__ = ["StudySummary", "optimize"]
 
@@ -49,6 +50,8 @@ def optimize(
     keep_weights: KeepWeights = "best",
     trial_timeout: float | None = None,
     checkpoint: str | os.PathLike[str] | Checkpoints | None = None,
+    order: Literal["fifo", "promising"] | Policy = "fifo",
+    deadline: float | str | None = None,
 ) -> StudySummary:
     """Run ``study.optimize`` with several trials training side by side on one device.
 
@@ -97,6 +100,14 @@ def optimize(
             (they come sooner behind each death) or report between, runs alone, and after two more is told as FAIL. An error that ends the
             study does not wait for running trials: they go on in the next call. Heartbeats of the storage tell trials of other
             processes; without them no other process may run the study at the same time.
+        order: Which trials run first. ``"fifo"``: each one runs to its end. ``"promising"``: trials are paused after 1, 3, 9, ... reports
+            unless they are among the best third of those that have come so far, and run on once they are, or when nothing better waits;
+            their bits are those of an undisturbed run. A job is paused while that costs 2 % of its time; its state is kept in memory,
+            or on disk. A loop of the objective's own waits in its next call of a Step, and keeps its memory. Pruners still end trials.
+            Or a ``waterflow.study.order.Policy``. Needs one objective, and ``n_trials``, ``timeout`` or ``deadline``.
+        deadline: Seconds, or text like ``"2h"``, from the call on, in place of ``timeout``: the study ends then. No trial begins that
+            would not report in time, or in the last tenth. At the deadline each trial that has reported is COMPLETE with its last
+            report, and has the user attribute ``waterflow:unfinished``; weights of one that ran may have trained on.
 
     A trial whose job does not fit in memory runs once more with ``recompute="auto"``; alone, if others held what it lacked.
 
@@ -110,9 +121,11 @@ def optimize(
         CheckpointError: The folder of ``checkpoint=`` is in use, is of another study, or damaged.
         Exception: A trial raised an error that ``catch`` does not name; running trials end first.
     """
+    policy, until = policy_of(order), _seconds(deadline)
     caught = tuple(catch) if isinstance(catch, Iterable) and not isinstance(catch, str) else (catch,)
     _check(study, objective, n_trials, timeout, max_concurrent, callbacks, deterministic, caught)
     check_keep_weights(keep_weights)
+    _check_order(study, policy, until, n_trials, timeout, deterministic)
     if (rule := why_no_limit(trial_timeout)) is not None:
         raise StudyError(f"trial_timeout {rule}")
     if deterministic and trial_timeout is not None:
@@ -133,6 +146,8 @@ def optimize(
             "mode": (mode, "auto"),
             "timeline": (timeline, None),
             "checkpoint": (checkpoint, None),
+            "order": (order, "fifo"),
+            "deadline": (deadline, None),
         }
         _check_cluster(cluster, [name for name, (given, default) in elsewhere.items() if given != default])
         return spread(
@@ -164,13 +179,53 @@ def optimize(
         if timeline is not None:
             engine.native.record_spans(True)
         coordinator = StudyRunner(
-            study, objective, engine, max_concurrent, deterministic, gc_after_trial, keep_weights, trial_timeout, run
+            study,
+            objective,
+            engine,
+            max_concurrent,
+            deterministic,
+            gc_after_trial,
+            keep_weights,
+            trial_timeout,
+            run,
+            policy,
+            until,
         )
         with ProgressLine(n_trials, "trials", show_progress_bar) as progress:
             summary = coordinator.run(n_trials, timeout, caught, list(callbacks or ()), progress)
         if timeline is not None:
             timeline(Timeline.of(engine))
     return summary
+
+
+def _seconds(deadline: Any) -> float | None:
+    try:
+        return None if deadline is None else parse_seconds(deadline, "deadline")
+    except InvalidJobError as error:
+        raise StudyError(str(error)) from None
+
+
+def _check_order(
+    study: optuna.Study, policy: Policy, deadline: float | None, n_trials: Any, timeout: Any, deterministic: bool
+) -> None:
+    if deadline is not None and timeout is not None:
+        raise StudyError(
+            "deadline= and timeout= are two ways to end a study: at a deadline running trials end with what they have, after a timeout "
+            "they run to their end; leave one of them out"
+        )
+    if deadline is not None and deterministic:
+        raise StudyError("deterministic=True and deadline= contradict each other; limit the study with n_trials=")
+    if isinstance(policy, Fifo):
+        return
+    if len(study.directions) > 1:
+        raise StudyError(
+            f"order= ranks trials by their reports, and Optuna allows none in a study with {len(study.directions)} objectives; "
+            "leave order= out"
+        )
+    if n_trials is None and timeout is None and deadline is None:
+        raise StudyError(
+            "order= needs an end, or new trials would begin for ever while others wait: pass n_trials=, or deadline='2h'"
+        )
 
 
 def _check_cluster(cluster: Any, given: list[str]) -> None:

@@ -6,12 +6,12 @@ import contextlib
 import gc
 import logging
 import queue
+import statistics
 import threading
 import time
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import optuna
@@ -19,32 +19,46 @@ import torch
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from waterflow import _C
-from waterflow.errors import JobCancelled, JobTimeoutError, MemoryLimitError, told
+from waterflow.errors import JobCancelled, JobTimeoutError, MemoryLimitError, StudyError, told
 from waterflow.executor.accelerate_state import telling_of_accelerate
 from waterflow.executor.cancel import (
     BREAK_OFF_SECONDS,
     STOP_SECONDS,
-    UserCode,
     break_off_all,
+    doing,
     import_ahead,
     join_all,
     limited,
     stop_all,
+    time_does_not_count,
 )
 from waterflow.executor.data.loader import loaders_timed
 from waterflow.executor.engine import Engine, within
 from waterflow.executor.interrupts import remembered_interrupts, uninterrupted
-from waterflow.executor.program.ownership import cancel_steps, close_steps_of_thread, made_here
+from waterflow.executor.program.ownership import close_steps_of_thread, made_here
 from waterflow.executor.rng import generators_for, own_numbers, telling_of_shared_numbers
 from waterflow.executor.stats import Account
 from waterflow.executor.tuning import AutoConcurrency
-from waterflow.executor.virtual_clock import VirtualClock
+from waterflow.executor.virtual_clock import VirtualClock, here
 from waterflow.job import Job, JobResult, Metrics
 from waterflow.planner.feasibility import Need, needed
 from waterflow.results import over_limit
 from waterflow.run_stats import RunStats
+from waterflow.study.history import History, StudyTimeline
 from waterflow.study.lines import LineSampler
-from waterflow.study.optuna_compat import heartbeat, loop, set_in_loop, stopped, take_turns, take_up, tell_quietly, values_of
+from waterflow.study.optuna_compat import (
+    frozen,
+    heartbeat,
+    loop,
+    observe,
+    set_in_loop,
+    stopped,
+    take_turns,
+    take_up,
+    tell_quietly,
+    values_of,
+)
+from waterflow.study.order import Fifo, Policy, TrialOrder
 from waterflow.study.paused import PausedStates
 from waterflow.study.run import StudyRun, folder_of
 from waterflow.study.values import (
@@ -56,48 +70,20 @@ from waterflow.study.values import (
     check_job,
     value_of,
 )
+from waterflow.study.worker import Worker
 from waterflow.training.checkpoint import Checkpoint
 from waterflow.training.checkpoint_dir import LAST_SECONDS
 from waterflow.training.progress import ProgressLine
-from waterflow.training.runner import InOrder, JobRunner, OnEpoch, StopJob
+from waterflow.training.runner import InOrder, JobRunner, OnEpoch, PauseJob, StopJob
 
 logger = logging.getLogger("waterflow")
 
 Objective = Callable[[Trial], Any]
 StudyCallback = Callable[[optuna.Study, FrozenTrial], None]
-
-
-@dataclass
-class _Worker:
-    """A running trial, and how it ended."""
-
-    trial: Trial
-    seed: int  # of its own random numbers, and of a job that has none
-    account: Account
-    alone: bool = False  # no other trial runs beside it
-    again: bool = False  # it lacked memory before
-    job: Job | None = None  # of a trial that was paused
-    thread: threading.Thread | None = None
-    code: UserCode = field(default_factory=UserCode)
-    runner: JobRunner | None = None
-    paused: Checkpoint | None = None  # what its job left, or goes on from
-    aside: bool = False  # its job was paused
-    value: Any = None
-    result: JobResult | None = None
-    state: TrialState | None = None
-    error: BaseException | None = None
-    told: threading.Event = field(default_factory=threading.Event)
-    steps: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # that its objective made
-
-    def stop(self, reason: str) -> None:
-        """Cancel its job, or the steps of its loop, at the next boundary."""
-        if self.runner is not None:
-            self.runner.stop(reason)
-        cancel_steps(self.steps, reason)
-
-    def break_off(self) -> None:
-        """Interrupt the trial's thread now."""
-        (self.runner or self.code).break_off()
+# Pauses of a trial may cost this share of the time that the whole of it takes.
+PAUSING = 0.02
+OPENING = 0.9  # the share of the time until the deadline in which trials begin
+UNFINISHED = "waterflow:unfinished"  # user attribute of trials that a deadline, or a timeout, has ended
 
 
 class StudyRunner:
@@ -114,6 +100,8 @@ class StudyRunner:
         keep_weights: KeepWeights = "best",
         trial_timeout: float | None = None,
         run: StudyRun | None = None,
+        order: Policy | None = None,
+        deadline: float | None = None,
     ) -> None:
         self._study = study
         self._objective = objective
@@ -127,16 +115,26 @@ class StudyRunner:
         # An import that is interrupted on a trial's thread would leave a half-made module: do slow ones before.
         import_ahead()
         self._run = run or StudyRun(study)
-        self._again: deque[_Worker] = deque()  # trials that lacked memory, or were paused
+        self._order = TrialOrder(order or Fifo(), study.directions[0].name == "MAXIMIZE")
+        self._history = History(lambda: engine.steps)
+        self._deadline = deadline
+        self._timeout: float | None = None
+        self._n_trials: int | None = None
+        self._to_first: list[float] = []  # seconds until trials made their first report
+        self._again: deque[Worker] = deque()  # trials that lacked memory, and run before all others
+        self._standing: dict[int, Worker] = {}  # trials that were paused
+        self._pauses = 0
+        self._pausing = 0.0  # seconds
         self._paused = PausedStates(engine, self._run.files)
         self._ran_again = 0
-        self._running: dict[int, _Worker] = {}
-        self._ended: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._running: dict[int, Worker] = {}
+        self._ended: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         self._ended_last: deque[Need] = deque(maxlen=engine.lanes)
         self._results = KeptResults(study, keep_weights)
         self._kept = self._run.kept() if keep_weights != "none" else ()
         self._failure: BaseException | None = None
-        self._asked = 0
+        self._told_who_stays = False
+        self._asked_for = 0
         self._most = 0
         self._states: Counter[str] = Counter()
 
@@ -150,14 +148,7 @@ class StudyRunner:
     ) -> StudySummary:
         """Run trials until ``n_trials`` or ``timeout`` (seconds) is reached; arguments and errors as in ``optimize``."""
         started = time.perf_counter()
-
-        def goes_on() -> bool:
-            over = timeout is not None and time.perf_counter() - started >= timeout
-            return not (self._failure is not None or stopped(self._study) or over)
-
-        def wanted() -> bool:
-            return goes_on() and (n_trials is None or self._run.begun < n_trials)
-
+        self._n_trials, self._timeout = n_trials, timeout
         # Earliest trials first: a pruner compares with trials that have ended, and prunes more if they end soon.
         first = self._engine.fifo_lanes()
         # Not where the order of events must follow from steps alone: a frame that is looked at may outlive its call for a moment.
@@ -173,18 +164,15 @@ class StudyRunner:
                 for trial, result in self._kept:
                     self._results.add(trial.number, result)
                     self._results.told(trial.number, values_of(trial))
-                self._fill(wanted, 0)
-                while (
-                    self._running
-                    or (self._again and self._failure is None)
-                    or (goes_on() and self._run.waits_for_others())
-                    or wanted()
-                ):
+                self._know_others()
+                self._fill(0)
+                while self._has_more():
                     check_interrupt()
                     self._paused.make_way()
-                    self._run.keep_alive([worker.trial for worker in self._again])
-                    self._look(wanted, catch, callbacks, progress)
-                for waiting in self._again:
+                    self._run.keep_alive([worker.trial for worker in (*self._again, *self._standing.values())])
+                    self._look(catch, callbacks, progress)
+                    self._end_in_time(catch, callbacks, progress)
+                for waiting in (*self._again, *self._standing.values()):
                     self._run.leave(waiting.trial)
             except BaseException:
                 with uninterrupted():
@@ -200,7 +188,7 @@ class StudyRunner:
             nothing = "no trial trained through waterflow: let the objective's loop call a wf.Step, or return a wf.Job"
             logger.warning(nothing)
         return StudySummary(
-            trials=self._asked,
+            trials=self._asked_for,
             seconds=seconds,
             steps=self._engine.steps,
             captures=stats.captures,
@@ -211,33 +199,66 @@ class StudyRunner:
             best=best_of(self._study),
             stats=stats,
             run_again=self._ran_again,
+            pauses=self._pauses,
+            pausing=self._pausing,
+            history=self._timeline(),
         )
 
-    def _look(
-        self,
-        wanted: Callable[[], bool],
-        catch: tuple[type[Exception], ...],
-        callbacks: Sequence[StudyCallback],
-        progress: ProgressLine,
-    ) -> None:
+    def _timeline(self) -> StudyTimeline:
+        steps: Counter[int] = Counter()
+        for account in self._engine.accounts:
+            if isinstance(account.who, int):
+                steps[account.who] += int(account["steps"])
+        winner = None
+        if len(self._study.directions) == 1:
+            with contextlib.suppress(ValueError):
+                winner = self._study.best_trial.number
+        return self._history.timeline(self._study.directions[0].name == "MAXIMIZE", steps, winner)
+
+    def _goes_on(self) -> bool:
+        limits = [limit for limit in (self._timeout, self._deadline) if limit is not None]
+        over = bool(limits) and self._history.now >= min(limits)
+        return not (self._failure is not None or stopped(self._study) or over)
+
+    def _wanted(self) -> bool:
+        if self._n_trials is not None and self._run.begun >= self._n_trials:
+            return False
+        return self._goes_on() and not self._too_late()
+
+    def _too_late(self) -> bool:
+        """Return True if a trial that began now would make no report before the deadline, or only take time from the leading ones."""
+        if self._deadline is None:
+            return False
+        first = statistics.median(self._to_first) if self._to_first else 0.0
+        return self._history.now >= min(OPENING * self._deadline, self._deadline - first)
+
+    def _has_more(self) -> bool:
+        if self._running or (self._again and self._failure is None):
+            return True
+        if self._standing and self._failure is None and (self._goes_on() or not self._run.lasts):
+            return True
+        return (self._goes_on() and self._run.waits_for_others()) or self._wanted()
+
+    def _look(self, catch: tuple[type[Exception], ...], callbacks: Sequence[StudyCallback], progress: ProgressLine) -> None:
         """Wait a moment for the end of a trial, tell it, and begin others."""
         worker = self._next_ended()
         if self._auto is not None:
             in_use = self._engine.lanes_in_use
             self._at_once = self._auto.update(len(self._running), self._one_more_fits(), in_use)
         if worker is None:
-            if self._auto is not None or self._run.lasts:
-                self._fill(wanted, 0)
+            if self._auto is not None or self._run.lasts or self._starving():
+                self._fill(0)
             return
+        told, loops = worker.told, worker.aside and worker.loops
         try:
             if not (self._set_aside(worker) or self._put_again(worker)):
                 self._tell(worker, catch, callbacks, progress)
             if self._failure is not None and self._run.lasts:
                 raise self._failure
-            self._fill(wanted, self._leave(worker))
+            self._fill(self._leave(worker))
         finally:
-            worker.told.set()
-            join_all([worker.thread], 1.0)
+            told.set()
+            join_all([] if loops else [worker.thread], 1.0)
 
     def _threads(self) -> list[int]:
         threads = [worker.thread for worker in [*self._running.values()]]
@@ -245,22 +266,46 @@ class StudyRunner:
 
     # -- asking
 
-    def _fill(self, wanted: Callable[[], bool], time_: int) -> None:
+    def _know_others(self) -> None:
+        """Compare with trials of calls before, and let those that were under way wait for their turn."""
+        if not self._order.pauses:
+            return
+        for known in self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)):
+            self._order.add(known.number, known.intermediate_values, ended=True)
+        for _ in range(self._run.waiting):
+            worker = self._asked()
+            (self._again.append if worker.alone else self._stand_by)(worker)
+
+    def _stand_by(self, worker: Worker) -> None:
+        self._standing[worker.trial.number] = worker
+
+    def _fill(self, time_: int) -> None:
         fresh = []
-        while len(self._running) < self._at_once and (worker := self._next(wanted)) is not None:
+        while (worker := self._next()) is not None:
             if self._clock is not None:
                 self._clock.join(worker.trial.number, time_)
                 take_turns(worker.trial, self._clock)
             fresh.append(worker)
+        if not fresh:
+            return
         self._most = max(self._most, len(self._running))
+        self._run.under_way(self._running)
         for worker in fresh:  # all are known to the clock before the first of them acts
+            self._history.runs(worker.trial.number)
+            if worker.loops:
+                worker.aside, worker.told = False, threading.Event()
+                worker.open()
+                continue
             name = f"trial-{worker.trial.number}"
             worker.thread = threading.Thread(target=self._work, args=(worker,), name=name, daemon=True)
             worker.thread.start()
 
-    def _next(self, wanted: Callable[[], bool]) -> _Worker | None:
+    def _next(self) -> Worker | None:
         """Return the next trial, which counts as running; None if none is to begin now."""
         if self._failure is not None or any(worker.alone for worker in self._running.values()):
+            return None
+        starving = self._starving()
+        if len(self._running) >= self._at_once and not starving:
             return None
         if self._again:
             if self._again[0].alone and self._running:
@@ -268,24 +313,52 @@ class StudyRunner:
             with uninterrupted():
                 worker = self._again.popleft()
                 self._running[worker.trial.number] = worker
-            if worker.job is not None:
-                worker.paused = self._paused.take(folder_of(worker.trial.number))
+            self._order.runs(worker.trial.number)
             return worker
-        if not wanted() or (self._auto and not self._one_more_fits()) or (self._running and self._run.next_is_alone()):
+        if self._standing and not self._goes_on():
             return None
-        with uninterrupted():
-            # Ctrl-C between the two lines would leave a RUNNING trial in the storage that nothing ends.
-            trial = self._run.ask()
-            worker = _Worker(trial, self._run.seed_of(trial), Account(trial.number), trial.number in self._run.alone)
-            self._running[trial.number] = worker
-        self._asked += 1
+        fits = not (self._auto or self._loops_wait()) or self._one_more_fits()
+        new = fits and not starving and self._wanted() and not (self._running and self._run.next_is_alone())
+        found = self._order.next(self._at_once, int(new), bool(self._running))
+        if found is None:
+            return None
+        if found.state == "new":
+            with uninterrupted():
+                # Ctrl-C in between would leave a RUNNING trial in the storage that nothing ends.
+                worker = self._asked()
+                self._running[worker.trial.number] = worker
+        else:
+            with uninterrupted():
+                worker = self._running[found.number] = self._standing.pop(found.number)
+            if worker.job is not None:
+                began = time.perf_counter()
+                worker.paused = self._paused.take(folder_of(found.number))
+                self._cost(worker, time.perf_counter() - began)
+        self._order.runs(worker.trial.number)
         return worker
+
+    def _asked(self) -> Worker:
+        trial = self._run.ask()
+        worker = Worker(trial, self._run.seed_of(trial), Account(trial.number), trial.number in self._run.alone)
+        self._order.add(trial.number, frozen(trial).intermediate_values)
+        self._asked_for += 1
+        return worker
+
+    def _loops_wait(self) -> bool:
+        return any(worker.loops for worker in self._standing.values())
+
+    def _starving(self) -> bool:
+        """Return True if all that run wait for memory while loops that stand aside hold some."""
+        threads = [worker.thread for worker in self._running.values()]
+        waits = self._engine.reservations.waits
+        return self._loops_wait() and all(thread is not None and waits(thread.ident) for thread in threads)
 
     def _one_more_fits(self) -> bool:
         """Return True if one more trial would train together with the running ones."""
         # A trial's need is unknown until it reserves memory. Assume that a new one is like the largest of the running
         # ones and of those that ended last. Before any need is known, run one trial per lane.
-        under_way = [self._need(number) for number in self._running]
+        holding = [*self._running, *(number for number, worker in self._standing.items() if worker.loops)]
+        under_way = [self._need(number) for number in holding]
         known = [*filter(None, under_way), *self._ended_last]
         if not under_way or not known:
             return len(under_way) < self._engine.lanes
@@ -296,16 +369,18 @@ class StudyRunner:
         needs = self._engine.reservations.needs(number)
         return None if needs is None else Need(f"trial-{number}", *needs)
 
-    def _next_ended(self) -> _Worker | None:
+    def _next_ended(self) -> Worker | None:
         with contextlib.suppress(queue.Empty):
             return self._ended.get(timeout=0.1)
         return None
 
     # -- one trial, on its own thread
 
-    def _work(self, worker: _Worker) -> None:
+    def _work(self, worker: Worker) -> None:
         trial = worker.trial
         set_in_loop(self._study, True)
+        observe(trial, lambda step, value: self._observe(worker, step, value))
+        here.before_step = (lambda: self._before_step(worker)) if self._order.pauses else None
         self._engine.accounts.append(worker.account)
         with contextlib.suppress(JobCancelled), within(self._engine, trial.number), worker.account.spending("trials"):
             try:
@@ -326,25 +401,25 @@ class StudyRunner:
                     worker.told.wait()
 
     @contextlib.contextmanager
-    def _own_numbers(self, worker: _Worker) -> Iterator[None]:
+    def _own_numbers(self, worker: Worker) -> Iterator[None]:
         # Python's and NumPy's generators belong to all trials: a warning says so if one draws from them.
         own = own_numbers(*generators_for(self._engine.device, worker.seed))
         told = f"trial {worker.trial.number}", lambda: len(self._running) > 1
         with own, telling_of_shared_numbers(*told), telling_of_accelerate(*told):
             yield
 
-    def _limited(self, worker: _Worker) -> Any:
+    def _limited(self, worker: Worker) -> Any:
         worker.steps = made_here.steps
         told = self._trial_timeout, f"trial {worker.trial.number}", "trial_timeout"
         try:
-            return limited(*told, lambda: self._value(worker), worker.code, worker.stop)
+            return limited(*told, lambda: self._value(worker), worker.code, worker.stop, before=worker.seconds)
         except JobTimeoutError as error:
             # The job may have ended just at the limit: its result then says that it failed.
             if worker.result is not None:
                 worker.result = over_limit(worker.result, error)
             raise
 
-    def _value(self, worker: _Worker) -> Any:
+    def _value(self, worker: Worker) -> Any:
         with self._own_numbers(worker):
             if worker.job is not None:
                 value: Any = worker.job
@@ -357,10 +432,10 @@ class StudyRunner:
             with worker.code.here():
                 return self._train(worker, value)
 
-    def _turn(self, worker: _Worker) -> contextlib.AbstractContextManager[None]:
+    def _turn(self, worker: Worker) -> contextlib.AbstractContextManager[None]:
         return self._clock.turn(worker.trial.number) if self._clock is not None else contextlib.nullcontext()
 
-    def _train(self, worker: _Worker, job: Job) -> Any:
+    def _train(self, worker: Worker, job: Job) -> Any:
         check_job(self._study, job)
         if self._clock is not None and job.timeout is not None:
             raise UnfitJobError(
@@ -376,10 +451,15 @@ class StudyRunner:
 
         if worker.again and job.recompute is None:
             job = replace(job, recompute="auto")
-        settings = {"engine": self._engine, "on_epoch": reporting(self._study, worker.trial, turn), "in_order": turn}
+
+        def aside(epoch: int) -> bool:
+            return epoch + 1 < job.epochs and self._stands_aside(worker, epoch + 1)
+
+        settings = {"engine": self._engine, "on_epoch": reporting(self._study, worker.trial, turn, aside), "in_order": turn}
         result = self._run.train(worker.trial, job, began, worker.paused, seed=worker.seed, **settings)
         if result.status == "paused" and worker.runner is not None:
             worker.job, worker.paused, worker.aside = job, worker.runner.paused, True
+            self._cost(worker, worker.runner.seconds_to_resume)
             return None
         worker.result = result
         if result.status == "pruned":
@@ -388,17 +468,85 @@ class StudyRunner:
             raise result.error
         return value_of(self._study, result)
 
-    # -- telling
+    def _observe(self, worker: Worker, step: int, value: float) -> None:
+        number = worker.trial.number
+        if not self._order.report(number, step, value):
+            return  # a call before, or a run before, has made it
+        worker.reported = True
+        if len(frozen(worker.trial).intermediate_values) == 1:
+            self._to_first.append(worker.seconds + self._history.runs_for(number))
+        self._history.report(number, value)
 
-    def _set_aside(self, worker: _Worker) -> bool:
-        """Return True if the trial's job was paused; it waits for its turn."""
-        if not worker.aside or worker.paused is None or worker.error is not None:
+    def _stands_aside(self, worker: Worker, epochs: int | None = None) -> bool:
+        """Return True if a trial that has made a report is to stand aside now. ``epochs`` of its job are done; None for a loop."""
+        if not self._order.pauses or not worker.reported:
             return False
-        self._paused.put(folder_of(worker.trial.number), worker.paused)
-        self._put_last(_Worker(worker.trial, worker.seed, Account(worker.trial.number), worker.alone, worker.again, worker.job))
+        worker.reported, number = False, worker.trial.number
+        if worker.leaving is not None and worker.runner is not None:  # it goes on all the same
+            worker.leaving, worker.stays = None, True
+            self._order.runs(number)
+            self._tell_who_stays(worker)
+        if worker.stays or worker.alone or not self._goes_on():
+            return False
+        if self._clock is None and worker.runner is not None and epochs is not None:
+            whole = (worker.seconds + self._history.runs_for(number)) * worker.runner.job.epochs / epochs
+            if worker.pausing + self._pausing / max(1, self._pauses) > PAUSING * whole:
+                return False
+        if self._order.goes_on(number, self._at_once, int(self._wanted())):
+            return False
+        worker.leaving = time.perf_counter()
         return True
 
-    def _put_again(self, worker: _Worker) -> bool:
+    def _tell_who_stays(self, worker: Worker) -> None:
+        if not self._told_who_stays and worker.runner is not None:
+            self._told_who_stays = True
+            logger.warning(
+                "trial %d, and others like it, cannot be paused and keeps its lane to its end, whatever it promises: %s",
+                worker.trial.number,
+                worker.runner.why_not_paused,
+            )
+
+    def _before_step(self, worker: Worker) -> None:
+        # A job is asked after its evaluation, and taken up by another thread. A loop waits here, on its own.
+        if worker.runner is None and worker.reported and self._stands_aside(worker):
+            self._wait(worker)
+
+    @doing("waiting while trials that promise more run", interruptible=True)
+    def _wait(self, worker: Worker) -> None:
+        with time_does_not_count():
+            with self._turn(worker):
+                told, worker.aside = worker.told, True
+                self._ended.put(worker)
+                if self._clock is not None:
+                    told.wait()
+            worker.gate.acquire()
+
+    def _cost(self, worker: Worker, seconds: float) -> None:
+        worker.pausing += seconds
+        self._pausing += seconds
+
+    # -- telling
+
+    def _set_aside(self, worker: Worker) -> bool:
+        """Return True if the trial's job was paused, or its loop waits: for its turn."""
+        if not worker.aside or worker.error is not None:
+            return False
+        number, waiting = worker.trial.number, worker
+        worker.seconds += self._history.stands(number)
+        self._pauses += 1
+        if worker.paused is not None:
+            self._paused.put(folder_of(number), worker.paused)
+            self._cost(worker, time.perf_counter() - (worker.leaving or time.perf_counter()))
+            waiting = worker.next_run(job=worker.job)
+        worker.leaving = None
+        self._note_need(number)
+        with uninterrupted():
+            del self._running[number]
+            self._standing[number] = waiting
+        self._order.stands(number)
+        return True
+
+    def _put_again(self, worker: Worker) -> bool:
         """Return True if the trial lacked memory and runs once more: with less, and alone if others had what it lacked."""
         error, runner = worker.error, worker.runner
         if worker.again or runner is None or not isinstance(error, (MemoryLimitError, torch.OutOfMemoryError)):
@@ -410,15 +558,13 @@ class StudyRunner:
         how = ["alone"] * alone + ["with recompute='auto'"] * (runner.job.recompute is None)
         logger.warning("trial %d runs once more %s: %s", trial.number, " and ".join(how), told(error))
         take_up(trial)
-        self._put_last(_Worker(trial, worker.seed, Account(trial.number), alone, again=True))
+        worker.seconds += self._history.stands(trial.number)
+        self._note_need(trial.number)
+        with uninterrupted():
+            del self._running[trial.number]
+            self._again.append(replace(worker.next_run(), alone=alone, again=True))
         self._ran_again += 1
         return True
-
-    def _put_last(self, worker: _Worker) -> None:
-        self._note_need(worker.trial.number)
-        with uninterrupted():
-            del self._running[worker.trial.number]
-            self._again.append(worker)
 
     def _note_need(self, number: int) -> None:
         # Trials are alike: the need of ended ones predicts the next one's.
@@ -426,8 +572,10 @@ class StudyRunner:
             self._ended_last.append(need)
 
     def _tell(
-        self, worker: _Worker, catch: tuple[type[Exception], ...], callbacks: Sequence[StudyCallback], progress: ProgressLine
+        self, worker: Worker, catch: tuple[type[Exception], ...], callbacks: Sequence[StudyCallback], progress: ProgressLine
     ) -> None:
+        if worker.unfinished and isinstance(worker.error, JobCancelled) and not self._as_reported(worker):
+            return
         trial, error, result = worker.trial, worker.error, worker.result
         if isinstance(error, UnfitCheckpointError):
             self._failure = self._failure or error  # the trial waits, as all that are under way
@@ -445,12 +593,20 @@ class StudyRunner:
             del self._running[trial.number]
             self._note_need(trial.number)
         self._states[told.state.name.lower()] += 1
+        state = "unfinished" if worker.unfinished and worker.state is None else told.state.name.lower()
+        self._history.stands(trial.number, state)
+        self._order.ended(trial.number, forget=told.state == TrialState.FAIL)
         if result is not None:
             self._results.add(trial.number, result)
             self._results.told(trial.number, values_of(told))
             # Weights that are not kept must be freed now, not at the study's end.
             result = worker.result = worker.runner = None
         self._run.told(trial, self._results.with_weights())
+        if self._order.pauses and told.state == TrialState.COMPLETE and not self._to_first:
+            self._failure = self._failure or StudyError(
+                f"trial {trial.number} has ended without a report, and order= ranks trials by their reports: let the objective call "
+                "trial.report(value, epoch), or return a wf.Job, whose evaluations are reported; or leave order= out"
+            )
         fatal = isinstance(error, UnfitJobError) or not isinstance(error, catch)
         if worker.state == TrialState.FAIL and error is not None and fatal:
             self._failure = self._failure or error
@@ -461,7 +617,62 @@ class StudyRunner:
             callback(self._study, told)
         progress.advance(best_of(self._study))
 
-    def _leave(self, worker: _Worker) -> int:
+    def _as_reported(self, worker: Worker) -> bool:
+        """Give a trial that the deadline has ended the value of its last report; False if it has none, or goes on in the next call."""
+        reports, number = frozen(worker.trial).intermediate_values, worker.trial.number
+        if not reports or (self._run.lasts and self._deadline is None):
+            self._history.stands(number, "waiting" if self._run.lasts else "fail")
+            self._order.ended(number, forget=True)
+            with uninterrupted():
+                del self._running[number]
+                self._run.leave(worker.trial)
+            return False
+        worker.trial.set_user_attr(UNFINISHED, True)
+        worker.value, worker.state, worker.error = reports[max(reports)], None, None
+        if worker.result is not None:
+            worker.result = replace(worker.result, status="unfinished", error=None, traceback=None)
+        return True
+
+    def _end_in_time(
+        self, catch: tuple[type[Exception], ...], callbacks: Sequence[StudyCallback], progress: ProgressLine
+    ) -> None:
+        """End what runs at the deadline, and what stands aside when the study does not go on."""
+        passed = self._history.now - self._deadline if self._deadline is not None else -1.0
+        if passed >= 0:
+            late = [worker for worker in self._running.values() if not worker.unfinished]
+            for worker in late:
+                worker.unfinished = True
+            stop_all(late, "the deadline of the study has passed")
+            if passed > STOP_SECONDS:
+                for worker in self._running.values():
+                    worker.break_off()
+        if not self._standing or self._goes_on() or (self._run.lasts and passed < 0):
+            return
+        for number, worker in sorted(self._standing.items()):
+            with uninterrupted():
+                self._running[number] = self._standing.pop(number)
+            worker.unfinished = True
+            if worker.loops:
+                worker.stop("the study has ended")
+                worker.break_off()
+                continue
+            worker.state, worker.error = TrialState.FAIL, JobCancelled("the study has ended")
+            if worker.job is not None:
+                worker.result = self._result_of_paused(worker, worker.job, self._paused.take(folder_of(number)))
+            self._tell(worker, catch, callbacks, progress)
+
+    def _result_of_paused(self, worker: Worker, job: Job, state: Checkpoint) -> JobResult:
+        runner = JobRunner(job, self._engine, resume=state)
+        made = runner.result_so_far()
+        if made.value is not None and self._results.would_keep(made.value):
+            try:
+                with within(self._engine, worker.trial.number):
+                    return runner.unfinished()
+            except Exception as error:  # of the user's functions
+                logger.warning("the weights of trial %d are lost: %s", worker.trial.number, told(error))
+        return made
+
+    def _leave(self, worker: Worker) -> int:
         """Remove the trial from the clock; returns the virtual time at which the next one may begin."""
         if self._clock is None:
             return 0
@@ -471,7 +682,7 @@ class StudyRunner:
 
     def _interrupt(self) -> None:
         # After Ctrl-C or an error of a callback: stop all trials, and leave none RUNNING in the storage.
-        workers = [*self._running.values(), *self._again]
+        workers = [*self._running.values(), *self._again, *self._standing.values()]
         began = time.monotonic()
         self._run.last()
         if self._clock is not None:
@@ -495,10 +706,12 @@ class StudyRunner:
         self._running.clear()
 
 
-def reporting(study: optuna.Study, trial: Trial, turn: InOrder = contextlib.nullcontext) -> OnEpoch:
+def reporting(
+    study: optuna.Study, trial: Trial, turn: InOrder = contextlib.nullcontext, aside: Callable[[int], bool] = lambda epoch: False
+) -> OnEpoch:
     """Return the ``on_epoch`` of a trial's job: it reports the first metric to the study, and raises StopJob to prune.
 
-    A study with several objectives gets no reports, as Optuna allows none.
+    It raises PauseJob if ``aside(epoch)`` says so. A study with several objectives gets no reports, as Optuna allows none.
     """
 
     def on_epoch(epoch: int, metrics: Metrics) -> None:
@@ -507,6 +720,8 @@ def reporting(study: optuna.Study, trial: Trial, turn: InOrder = contextlib.null
                 trial.report(next(iter(metrics.values())), epoch)
                 if trial.should_prune():
                     raise StopJob
+                if aside(epoch):
+                    raise PauseJob
 
     return on_epoch
 

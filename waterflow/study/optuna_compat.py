@@ -22,7 +22,7 @@ from waterflow.executor.engine import current_worker
 from waterflow.executor.virtual_clock import VirtualClock
 from waterflow.training.evaluation import evaluating
 
-__all__ = ["TrialPruned", "TrialState"]  # for modules that import nothing else of Optuna
+__all__ = ["Trial", "TrialPruned", "TrialState"]  # for modules that import nothing else of Optuna
 
 
 def _loop_flags(study: optuna.Study) -> Any:
@@ -180,9 +180,7 @@ _TURNS = ("suggest_float", "suggest_int", "suggest_categorical", "report", "shou
 
 
 def _in_turn(name: str) -> Callable[..., Any]:
-    method = getattr(Trial, name)
-
-    @functools.wraps(method)
+    @functools.wraps(getattr(Trial, name))
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         # The lane would stay occupied while the trial waits for others, which may need that lane for their turn.
         if evaluating():
@@ -191,7 +189,7 @@ def _in_turn(name: str) -> Callable[..., Any]:
                 "Return the number from evaluate, and it is reported; suggest values before the Job is made"
             )
         with self._waterflow_clock.turn(self.number):
-            return method(self, *args, **kwargs)
+            return getattr(super(_InTurn, self), name)(*args, **kwargs)
 
     return call
 
@@ -205,7 +203,7 @@ def take_turns(trial: Trial, clock: VirtualClock) -> None:
     """Make the trial's calls to its study wait for their turn from now on."""
     # Changed in place, as a new Trial object would ask the sampler again.
     if not isinstance(trial, _InTurn):
-        trial.__class__ = _InTurn
+        trial.__class__ = type("_InTurn", (_InTurn, trial.__class__), {})
     trial._waterflow_clock = clock  # type: ignore[attr-defined]
 
 
@@ -412,6 +410,12 @@ def beat(study: optuna.Study, number: int) -> None:
         storage.record_heartbeat(_id_of(study, number))
 
 
+def beats_every(study: optuna.Study) -> float:
+    """Return the seconds between two heartbeats; 0 if the storage records none."""
+    storage: Any = study._storage
+    return float(storage.get_heartbeat_interval()) if _heartbeats(storage) else 0.0
+
+
 def _heartbeats(storage: Any) -> bool:
     interval = getattr(storage, "get_heartbeat_interval", None)
     return interval is not None and interval() is not None
@@ -445,3 +449,20 @@ def take_up(trial: Trial) -> None:
         trial.__class__ = type("_TakenUp", (_TakenUp, trial.__class__), {})
     if isinstance(trial, _TakenUp):
         trial._waterflow_known, trial._waterflow_again = known, None
+
+
+class _Observed(Trial):
+    """A trial whose reports are seen by waterflow, too."""
+
+    _waterflow_observe: Callable[[int, float], None]
+
+    def report(self, value: float, step: int) -> None:
+        super().report(value, step)
+        self._waterflow_observe(int(step), float(value))
+
+
+def observe(trial: Trial, observe: Callable[[int, float], None]) -> None:
+    """Call ``observe(step, value)`` after each report that the trial makes from now on."""
+    if not isinstance(trial, _Observed):
+        trial.__class__ = type("_Observed", (_Observed, trial.__class__), {})
+    trial._waterflow_observe = observe  # type: ignore[attr-defined]

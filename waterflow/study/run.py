@@ -21,6 +21,7 @@ from waterflow.job import Job, JobResult
 from waterflow.study.optuna_compat import (
     ask_marked,
     beat,
+    beats_every,
     check_lasting,
     deaths_of,
     fail,
@@ -64,6 +65,11 @@ class StudyRun:
         self.alone: set[int] = set()  # trials that may only run alone
         self._beaten = 0.0
 
+    @property
+    def waiting(self) -> int:
+        """The number of trials that a call before had begun, and that wait to be asked for first."""
+        return 0
+
     def ask(self) -> Trial:
         """Ask for the next trial."""
         fail_stale(self._study)
@@ -77,6 +83,9 @@ class StudyRun:
         # A hash: numbers that lie side by side would give generators that do.
         return int.from_bytes(hashlib.blake2b(f"{seed} {trial.number}".encode(), digest_size=4).digest()) >> 1
 
+    def under_way(self, numbers: Collection[int]) -> None:
+        """Note which trials run from now on. Those that stand aside are not at fault if the process dies."""
+
     def next_is_alone(self) -> bool:
         """Return True if the next trial may only run alone."""
         return bool(self.alone) and next_waiting(self._study) in self.alone
@@ -87,7 +96,7 @@ class StudyRun:
 
     def keep_alive(self, trials: Collection[Trial]) -> None:
         """Record heartbeats of trials that wait for their turn, and have no thread that does."""
-        if trials and time.monotonic() - self._beaten >= LOOK_AGAIN:
+        if trials and time.monotonic() - self._beaten >= max(LOOK_AGAIN, beats_every(self._study) / 4):
             self._beaten = time.monotonic()
             for trial in trials:
                 beat(self._study, trial.number)
@@ -199,12 +208,15 @@ class LastingRun(StudyRun):
     # -- trials of a process that has died
 
     def _take_back(self) -> None:
-        dead, beating = stale(self._study), set()
+        dead, beating, ran = stale(self._study), set(), self._ran()
         for trial in trials_of_run(self._study, self._name):
             if trial.state != TrialState.RUNNING or trial.number in self._mine:
                 continue
             if dead is None or trial.number in dead:
-                self._let_wait(trial)
+                if ran is None or trial.number in ran:
+                    self._let_wait(trial)
+                else:
+                    set_back(self._study, trial.number)
                 continue
             beating.add(trial.number)
             if trial.number not in self._beating:
@@ -217,6 +229,13 @@ class LastingRun(StudyRun):
         self._taken_up |= {trial.number for trial in waiting if trial.params}
         self._deaths |= {trial.number: deaths_of(trial)[0] for trial in waiting}
         self.alone = {number for number, deaths in self._deaths.items() if deaths >= ALONE_AFTER}
+
+    def _ran(self) -> set[int] | None:
+        """Return the trials that ran when the process died; None if that is not known."""
+        try:
+            return {int(number) for number in json.loads((self.files.folder / "running.json").read_text())}
+        except (OSError, ValueError, TypeError):
+            return None
 
     def _let_wait(self, trial: FrozenTrial) -> None:
         number, states = trial.number, self.files.states(folder_of(trial.number))
@@ -250,6 +269,15 @@ class LastingRun(StudyRun):
         set_back(self._study, trial.number)
 
     # -- trials of this call
+
+    @property
+    def waiting(self) -> int:
+        """See StudyRun."""
+        return len(self._taken_up - self._mine)
+
+    def under_way(self, numbers: Collection[int]) -> None:
+        """See StudyRun."""
+        replace_text(self.files.folder / "running.json", json.dumps([*numbers]))
 
     def ask(self) -> Trial:
         """See StudyRun."""

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 from waterflow.errors import StudyError
 from waterflow.job import Job, JobResult, Results
 from waterflow.run_stats import RunStats
+from waterflow.study.history import StudyTimeline
 
 
 class StudyTypeError(StudyError, TypeError):
@@ -94,7 +95,7 @@ class KeptResults:
     def add(self, number: int, result: JobResult) -> None:
         """Store the result of a trial's job, before or while the study is told."""
         # Kept until the study was told: only then is it known if it is the best.
-        may_be_best = self._keep == "best" and result.status == "completed"
+        may_be_best = self._keep == "best" and result.status in ("completed", "unfinished")
         with self._lock:
             self._results[number] = result if self._keep == "all" or may_be_best else without_weights(result)
 
@@ -153,8 +154,8 @@ class StudySummary:
     """Counts and results of one call of ``optimize``; print it. ``results`` has the jobs of trials that returned one, by trial.
 
     Results that ``keep_weights`` names have their weights (``state_dict``); the others have None. ``states`` counts trials by
-    their final state, ``run_again`` those that ran twice for lack of memory; ``stats`` is None if a cluster has trained.
-    ``lane_busy`` is the share of ``seconds`` per lane.
+    their final state, ``run_again`` those that ran twice for lack of memory; ``pauses`` of trials took ``pausing`` seconds.
+    ``stats`` and ``history`` are None if a cluster has trained. ``lane_busy`` is the share of ``seconds`` per lane.
     """
 
     trials: int
@@ -168,12 +169,23 @@ class StudySummary:
     best: str = ""
     stats: RunStats | None = None
     run_again: int = 0
+    pauses: int = 0
+    pausing: float = 0.0
+    history: StudyTimeline | None = None
+
+    def timeline(self) -> StudyTimeline:
+        """Return when trials ran and what they reported; it saves a picture. Raises StudyError for a study of a cluster."""
+        if self.history is None:
+            raise StudyError("a cluster has trained these trials, and keeps no record of when each one ran; leave cluster= out")
+        return self.history
 
     def __repr__(self) -> str:
         ended = ", ".join(f"{count} {state}" for state, count in self.states.items())
         many = f"{self.trials} trials in {self.seconds:.1f} s, up to {self.most_at_once} at a time"
         again = f"{self.run_again} ran twice for lack of memory" if self.run_again else ""
-        return "; ".join(filter(None, [many, ended, again, self.best]))
+        paused = f"{self.pauses} pauses, {self.pausing:.2g} s" if self.pauses else ""
+        return "; ".join(filter(None, [many, ended, again, paused, self.best]))
 
     def __str__(self) -> str:
-        return "\n".join([repr(self), *(self.stats.lines_for("trials") if self.stats else ())])
+        told = str(self.history) if self.history else ""
+        return "\n".join(filter(None, [repr(self), told, *(self.stats.lines_for("trials") if self.stats else ())]))

@@ -117,6 +117,8 @@ class JobRunner:
         self._in_order = in_order
         self._resume: Checkpoint | None = None
         self.paused: Checkpoint | None = None
+        self.why_not_paused: str | None = None
+        self.seconds_to_resume = 0.0
         self._state: JobState | None = None
         self._safepoint = Safepoint(job.name)
         self.lease = EngineLease(job, engine, self._safepoint)
@@ -206,7 +208,23 @@ class JobRunner:
         """Train to the end, or to ``Job.timeout``. Returns errors of the job, of any kind, in its result."""
         with self._account.spending("jobs"):
             told = self.job.timeout, f"job {self.job.name!r}", "Job.timeout"
-            return limited(*told, self._run, self._user_code, self.stop, self._progress, over_limit)
+            before = self._resume.state["seconds"] if self._resume is not None else 0.0
+            return limited(*told, self._run, self._user_code, self.stop, self._progress, over_limit, before)
+
+    def result_so_far(self) -> JobResult:
+        """Return the result that the job had when it was paused, without weights."""
+        told = tuple(self._metrics), tuple(self._losses), time.perf_counter() - self._started
+        return result_of(self.job.name, "unfinished", None, None, *told)
+
+    def unfinished(self) -> JobResult:
+        """Return, instead of ``run()``, the result and the weights that the job had when it was paused."""
+        try:
+            with self._user_code.here():
+                self._begin()
+        except BaseException as error:
+            self._end(error)
+            raise
+        return self._ended("unfinished", None)
 
     def _progress(self) -> str:
         return f", in epoch {min(self._epoch + 1, self.job.epochs)} of {self.job.epochs}, after {self.steps} steps"
@@ -218,13 +236,7 @@ class JobRunner:
         try:
             with self._user_code.here():
                 with self._in_order():
-                    self._build()
-                    if self._resume is not None:
-                        try:
-                            self._go_on_from(self._resume)
-                        except Exception as why:  # of the user's load_state_dict(), too
-                            raise as_checkpoint_error(self.job.name, why) from why
-                        self._resume = None
+                    self._begin()
                 self._train()
         except PauseJob:
             status = "paused"
@@ -242,6 +254,17 @@ class JobRunner:
         return self._ended(status, error)
 
     # -- the parts
+
+    def _begin(self) -> None:
+        began = time.perf_counter()
+        self._build()
+        if self._resume is not None:
+            try:
+                self._go_on_from(self._resume)
+            except Exception as why:  # of the user's load_state_dict(), too
+                raise as_checkpoint_error(self.job.name, why) from why
+            self._resume = None
+            self.seconds_to_resume = time.perf_counter() - began
 
     def _ended(self, status: Status, error: BaseException | None) -> JobResult:
         try:
@@ -401,7 +424,7 @@ class JobRunner:
             # A module of the caller's keeps its tensors: the next runner may be given it again.
             self.paused = self._checkpoint(move=not isinstance(self.job.model, nn.Module))
         except Exception as error:  # of the user's state_dict(), too
-            logger.info("job %r is not paused: %s", self.job.name, error)
+            self.why_not_paused = str(error)
         return self.paused is not None
 
     def _evaluate(self) -> Metrics | None:

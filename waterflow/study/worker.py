@@ -1,0 +1,79 @@
+"""Worker: a trial that runs on a thread, or waits for its turn."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from waterflow.executor.cancel import UserCode
+from waterflow.executor.program.ownership import cancel_steps
+from waterflow.executor.stats import Account
+from waterflow.job import Job, JobResult
+from waterflow.study.optuna_compat import Trial, TrialState
+from waterflow.training.checkpoint import Checkpoint
+from waterflow.training.runner import JobRunner
+
+
+def _closed() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+@dataclass
+class Worker:
+    """A trial that runs or waits for its turn, and how it ended."""
+
+    trial: Trial
+    seed: int  # of its own random numbers, and of a job that has none
+    account: Account
+    alone: bool = False  # no other trial runs beside it
+    again: bool = False  # it lacked memory before
+    job: Job | None = None  # of a trial that was paused
+    thread: threading.Thread | None = None
+    code: UserCode = field(default_factory=UserCode)
+    runner: JobRunner | None = None
+    paused: Checkpoint | None = None  # what its job left, or goes on from
+    aside: bool = False  # its job was paused, or its loop waits at the gate
+    seconds: float = 0.0  # that it ran before
+    pausing: float = 0.0  # seconds that its pauses took
+    reported: bool = False  # it has made a report of which nothing was decided yet
+    leaving: float | None = None  # when it was to be paused, on the clock of perf_counter
+    stays: bool = False  # it cannot be paused
+    unfinished: bool = False  # it is ended by the deadline or the timeout, and counts with its last report
+    gate: threading.Lock = field(default_factory=_closed)  # where a loop waits while better trials run
+    value: Any = None
+    result: JobResult | None = None
+    state: TrialState | None = None
+    error: BaseException | None = None
+    told: threading.Event = field(default_factory=threading.Event)
+    steps: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # that its objective made
+
+    def stop(self, reason: str) -> None:
+        """Cancel its job, or the steps of its loop, at the next boundary."""
+        if self.runner is not None:
+            self.runner.stop(reason)
+        cancel_steps(self.steps, reason)
+
+    def break_off(self) -> None:
+        """Interrupt the trial's thread now."""
+        (self.runner or self.code).break_off()
+        self.open()
+
+    def open(self) -> None:
+        """Let its loop go on, if it waits."""
+        with contextlib.suppress(RuntimeError):  # it does not
+            self.gate.release()
+
+    @property
+    def loops(self) -> bool:
+        """Return True if its thread runs a loop of the objective's own, which keeps it while it stands aside."""
+        return self.thread is not None and self.runner is None
+
+    def next_run(self, **changes: Any) -> Worker:
+        """Return the same trial's next run."""
+        made = Worker(self.trial, self.seed, Account(self.trial.number), self.alone, self.again)
+        return replace(made, seconds=self.seconds, pausing=self.pausing, **changes)
