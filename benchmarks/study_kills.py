@@ -1,6 +1,6 @@
 """Studies whose process is killed at drawn moments, and called again until all their trials have ended.
 
-    python -m benchmarks.study_kills [kills samplers ender memory paused cost] [--seed 0] [--save]
+    python -m benchmarks.study_kills [kills samplers ordered ender memory paused cost] [--seed 0] [--save]
 
 Trials are networks of the demo's space that read handwritten digits; their data knows its position, so that what is read twice is
 trained twice. A study's process is forked from one that has everything imported. It is killed some time after its first batch, or then as
@@ -9,9 +9,10 @@ file.
 
 ``kills``: 24 enqueued trials that return jobs, on SQLite and in a journal; twenty deaths each. Each curve (reports, value, losses)
 is compared with that of a study that nobody killed, bit for bit. ``samplers``: the same with TPE and a pruner, and with loops of
-their own; each curve with that of its values alone. ``ender``: one trial ends its process each time that it runs. ``memory``: three
-of twelve trials exceed ``memory=``, one of them also when it recomputes. ``paused``: jobs that are paused after each
-epoch, in memory and on disk; how long that takes; and 300 of them. ``cost``: the demo's study with and without ``checkpoint=``.
+their own; each curve with that of its values alone. ``ordered``: jobs with ``order="promising"``, ten deaths. ``ender``: one trial
+ends its process each time that it runs. ``memory``: three of twelve trials exceed ``memory=``, one of them also when it recomputes.
+``paused``: jobs that are paused after each epoch, in memory and on disk; how long that takes; and 300 of them. ``cost``: the demo's
+study with and without ``checkpoint=``.
 """
 
 from __future__ import annotations
@@ -164,8 +165,10 @@ def call(folder: Path, kind: str, prunes: bool, arguments: dict[str, Any], death
     study = _load(folder, kind, prunes)
     if death is not None:
         _arm(*death)
+    order = arguments.pop("order", "fifo")
     act = functools.partial(objective, log=folder / "log", **arguments)
-    done = wf.optimize(study, act, TRIALS, max_concurrent=4, lanes=2, checkpoint=wf.Checkpoints(folder / "c", every=EVERY))
+    files = wf.Checkpoints(folder / "c", every=EVERY)
+    done = wf.optimize(study, act, TRIALS, max_concurrent=4, lanes=2, checkpoint=files, order=order)
     losses = [[result.name, list(result.losses)] for result in done.results]
     (folder / "ended").write_text(json.dumps({"losses": losses}))
 
@@ -335,6 +338,21 @@ def samplers(folder: Path, seed: int, deaths: int = 8) -> list[Row]:
             _row(f"TPE and pruner, {what}: curves other than those of their values alone", differing, "none", not differing),
         ]
     return rows
+
+
+def ordered(folder: Path, seed: int, deaths: int = 10) -> list[Row]:
+    """Jobs that are paused while others promise more."""
+    enqueued = points(TRIALS, random.Random(seed))
+    expected, found = _study(folder / "undisturbed", "sqlite", enqueued), _study(folder / "ordered", "sqlite", enqueued)
+    run(folder / "undisturbed", "sqlite", False, {}, [])
+    calls, died = run(
+        folder / "ordered", "sqlite", False, {"order": "promising"}, drawn(random.Random(f"{seed} ordered"), deaths)
+    )
+    differing = _differing(curves_of(expected()), curves_of(found()), whole=True)
+    return [
+        *_ended(f"order='promising', {died} deaths in {calls} calls", found(), TRIALS),
+        _row("order='promising': curves other than in first-come's order, undisturbed", differing, "none", not differing),
+    ]
 
 
 def ender(folder: Path, seed: int) -> list[Row]:
@@ -569,7 +587,7 @@ def _resident() -> int:
 
 
 PARTS: dict[str, Callable[[Path, int], list[Row]]] = {
-    "kills": kills, "samplers": samplers, "ender": ender, "memory": memory, "paused": paused, "cost": cost,
+    "kills": kills, "samplers": samplers, "ordered": ordered, "ender": ender, "memory": memory, "paused": paused, "cost": cost,
 }  # fmt: skip
 
 

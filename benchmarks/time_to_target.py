@@ -1,11 +1,14 @@
 """Time to a good model: orders of a study's trials, replayed from recorded curves, and live against Optuna's own.
 
-    python -m benchmarks.time_to_target [replay table digits first cost deadline kills] [--save]
+    python -m benchmarks.time_to_target [replay table digits first twice deadline] [--save]
 
 ``replay``: the 300 recorded trials of a space (``benchmarks.curves``) as a study on two lanes, in virtual time: an epoch takes its
 training steps. A sampler's point stands for the nearest recorded trial that was not taken yet. The target is the value of the third
 best of the 300; it is reached when a trial reports it. ``crossing`` is made up: before its middle a curve
 tells nothing of its end.
+
+``first``: 100 trials of the table's space: when all have reported once, how much time pauses took, and what the order takes with 1,000
+open trials. ``deadline``: ten studies that end after a minute. ``twice``: a deterministic study, twice.
 
 ``table``, ``digits``: live studies of 60 trials, ten seeds, TPE, each in processes of its own; seconds until a trial reports the value of
 the tenth best of the 300, captures included. Optuna's ``study.optimize`` runs in two processes of one thread, with its successive
@@ -40,7 +43,7 @@ import waterflow as wf
 from benchmarks import curves, report
 from benchmarks.curves import Recorded
 from benchmarks.spaces import SPACES
-from waterflow.study.order import Fifo, Policy, Promising, TrialOrder
+from waterflow.study.order import Fifo, Policy, Promising, TrialOrder, TrialProgress
 
 Row = dict[str, Any]
 LANES, BEST = 2, 3
@@ -320,6 +323,80 @@ def work(space: str, way: str, seed: int, target: float, path: str) -> None:
     study.optimize(eager, callbacks=[callback])
 
 
+# -- what the order costs, and keeps
+
+
+def _study(seed: int = 0, tpe: bool = False) -> optuna.Study:
+    sampler = optuna.samplers.TPESampler(seed=seed) if tpe else optuna.samplers.RandomSampler(seed=seed)
+    return optuna.create_study(direction="maximize", sampler=sampler, pruner=optuna.pruners.NopPruner())
+
+
+def first(count: int = 100, opened: int = 1_000) -> list[Row]:
+    """First reports of all trials, the share of pauses, and the order's cost."""
+    torch.set_num_threads(1)
+    wf.optimize(_study(1), SPACES["table"].job, 2)  # imports
+    fifo = wf.optimize(_study(), SPACES["table"].job, count, keep_weights="none")
+    done = wf.optimize(_study(), SPACES["table"].job, count, order="promising", keep_weights="none")
+    seen: dict[int, float] = {}
+    for made in done.timeline().reports:
+        seen.setdefault(made.trial, made.seconds)
+    all_seen, pausing = max(seen.values()), done.pausing / (done.seconds * len(done.lane_busy))
+    order, numbers = TrialOrder(Promising(), maximize=True), random.Random(0)
+    for number in range(opened):
+        order.add(number, {epoch: numbers.random() for epoch in range(numbers.choice([1] * 6 + [3, 3, 9]))})
+    order.runs(0)
+
+    def decide() -> None:
+        for _ in range(100):
+            if not order.goes_on(0, 2, 1):
+                order.runs(0)
+            order.next(2, 1, running=True)
+
+    each = report.seconds(decide) / 100
+    asked = sum(Promising().asks(TrialProgress(0, [0.0] * count)) for count in range(1, SPACES["table"].epochs))
+    cost = each * asked * count / done.seconds
+    reported = f"after {all_seen:.1f} s, {all_seen / fifo.seconds:.2f} of the {fifo.seconds:.1f} s in which first-come ends all"
+    paused = f"{done.pausing:.2f} s, {pausing:.1%} of two lanes' time"
+    ordering = f"{each * 1e6:.0f} us for each of {asked} decisions of a trial, {cost:.2%} of such a study's time"
+    return [
+        _row(f"{count} trials: all have reported once", reported, "0.20", all_seen <= 0.2 * fifo.seconds),
+        _row(f"{done.pauses} pauses of them", paused, "2 %", pausing <= 0.02),
+        _row(f"ordering, {opened:,} open trials", ordering, "1 %", cost <= 0.01),
+    ]
+
+
+def _row(what: str, figure: str, goal: str, holds: bool) -> Row:
+    return {"what": what, "figure": figure, "goal": goal, "holds": holds}
+
+
+def twice() -> list[Row]:
+    """The same deterministic study, twice."""
+
+    def once() -> list[Any]:
+        study = _study(tpe=True)
+        torch.manual_seed(0)
+        wf.optimize(study, SPACES["digits"].job, 24, order="promising", deterministic=True, max_concurrent=3)
+        return [(trial.number, trial.params, trial.state, trial.intermediate_values) for trial in study.trials]
+
+    same = once() == once()
+    return [_row("deterministic=True, twice", "the same study" if same else "others", "the same", same)]
+
+
+def deadlines(repeats: int = 10, seconds: float = 60.0) -> list[Row]:
+    """Studies that end in time, with what they have."""
+    took, best = [], []
+    for seed in range(repeats):
+        study = _study(seed)
+        began = time.perf_counter()
+        wf.optimize(study, SPACES["table"].job, deadline=seconds, order="promising", keep_weights="none")
+        took.append(time.perf_counter() - began)
+        last = [trial.intermediate_values[max(trial.intermediate_values)] for trial in study.trials if trial.intermediate_values]
+        best.append(study.best_value == max(last) and all(trial.state.is_finished() for trial in study.trials))
+    figure = f"{max(took):.2f} s at most; {sum(best)} of {repeats} have the best of all trials' last reports"
+    holds = max(took) <= seconds + 2 and all(best)
+    return [_row(f"deadline of {seconds:g} s, {repeats} times", figure, f"{seconds + 2:g} s; all", holds)]
+
+
 def _replays(arguments: argparse.Namespace) -> list[Row]:
     return replays(arguments.seeds)
 
@@ -328,6 +405,9 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "replay": _replays,
     "table": lambda _: live("table", 1.5),
     "digits": lambda _: live("digits", 1.2),
+    "first": lambda _: first(),
+    "twice": lambda _: twice(),
+    "deadline": lambda _: deadlines(),
 }
 
 
@@ -350,6 +430,8 @@ def main() -> int:
         began = time.monotonic()
         rows += PARTS[name](arguments)
         print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
+    if arguments.save and arguments.parts:
+        arguments.save = report.RESULTS / f"time_to_target_{'_'.join(arguments.parts)}.json"
     return report.finish("time_to_target", arguments, rows)
 
 

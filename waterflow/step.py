@@ -328,6 +328,8 @@ class Step:
     @explained("step", "step((input, target)): one batch, as the loader gives it", InvalidJobError)
     def __call__(self, batch: Batch) -> Any:
         """Train on one batch and return the loss, or ``(loss, metrics)``; see the class."""
+        if here.before_step is not None:
+            here.before_step()
         ahead, began = len(self._under_way), self.account.begin_call()
         try:
             return beside.handed_out(self._submit(batch, by_caller=True).result())
@@ -407,6 +409,8 @@ class Step:
 
         A step that runs eagerly has ended when this returns: its caller runs it.
         """
+        if here.before_step is not None:
+            here.before_step()
         return self._submit(batch, by_caller=self.waited_for)
 
     def _submit(self, batch: Batch, by_caller: bool, update: bool | None = None) -> StepFuture | Done:
@@ -415,8 +419,6 @@ class Step:
         # It would wait for the lane and the memory that its caller holds: for ever.
         if self.engine is not None and (self.engine.native.on_a_lane or self.engine.lent_to):
             self.engine.refuse_inside(f"step {self.name!r}")
-        if here.before_step is not None:
-            here.before_step()
         if update is None:
             update = (self._micro + 1) % self.accumulate == 0
         # The virtual clock of a deterministic study counts steps that were begun.

@@ -477,7 +477,7 @@ WRONG = [
     ("train", "objective: code.py:objective", "waterflow study"),
     ("study", JOB, "waterflow train"),
     ("study", "n_trials: 3", "objective: give objective or build"),
-    ("study", "objective: code.py:objective", "n_trials: give n_trials or timeout"),
+    ("study", "objective: code.py:objective", "n_trials: give n_trials, timeout or deadline"),
     ("study", STUDY + "direction: up", "direction must be one of minimize, maximize"),
     ("study", STUDY + "sampler: {name: tpe, sed: 1}", "sampler.sed: unknown key; did you mean 'seed'?"),
     ("study", STUDY + "pruner: mean", "pruner.name must be one of median"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -82,7 +84,7 @@ def test_promising_against_the_rule(entries: list[tuple[str, list[float]]], new:
         if count != rung:
             return (0, trial.number)
         there = [one for one in trials if len(one.reports) >= rung]
-        better = sum((one.reports[rung - 1], one.number) > (trial.reports[rung - 1], trial.number) for one in there)
+        better = sum(one.reports[rung - 1] > trial.reports[rung - 1] for one in there)
         return (1 if better < len(there) // 3 else 3, -rung, -trial.reports[rung - 1], -trial.number)
 
     expected = sorted((trial for trial in trials if trial.state in ("new", "ready")), key=place)
@@ -306,6 +308,21 @@ def test_a_study_that_is_interrupted_leaves_no_loop_waiting() -> None:
     assert threading.active_count() <= threads
 
 
+def test_loops_that_wait_are_left_to_the_next_call(tmp_path: Path) -> None:
+    def stop(study: optuna.Study, trial: Any) -> None:
+        study.stop()
+
+    threads = threading.active_count()
+    for callbacks in ([stop], []):
+        study = optuna.create_study(
+            study_name="one", storage=f"sqlite:///{tmp_path / 's'}", load_if_exists=True, pruner=optuna.pruners.NopPruner()
+        )
+        given: dict[str, Any] = {"max_concurrent": 2, "lanes": 2, "checkpoint": tmp_path / "c", "callbacks": callbacks}
+        wf.optimize(study, loop, 6, order="promising", **given)
+        assert threading.active_count() <= threads
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 6
+
+
 def test_an_error_ends_the_study_and_its_waiting_trials() -> None:
     def objective(trial: optuna.Trial) -> float:
         if trial.number == 3:
@@ -384,6 +401,69 @@ def test_paused_trials_count_with_their_last_report_behind_a_stop() -> None:
     assert len(study.trials) < 12 + 1
 
 
+def test_loops_that_catch_everything_are_told_once() -> None:
+    """One that stands aside at the end, and returns instead of raising, is told; so is one that was just to stand aside."""
+
+    def catches(trial: optuna.Trial) -> float:
+        try:
+            return loop(trial)
+        except Exception:
+            return 7.0
+
+    def stop(study: optuna.Study, trial: Any) -> None:
+        study.stop()
+
+    for settings in ({"callbacks": [stop], "n_trials": 8}, {"deadline": 0.5}):
+        study = optuna.create_study(pruner=optuna.pruners.NopPruner())
+        done = wf.optimize(study, catches, order="promising", max_concurrent=2, lanes=2, **settings)  # type: ignore[arg-type]
+        assert sum(done.states.values()) == len(study.trials) and all(trial.state.is_finished() for trial in study.trials)
+
+
+@pytest.mark.usefixtures("at_any_cost")
+@pytest.mark.parametrize("objective", [loop, lambda trial: job(trial, epochs=4)], ids=["loops", "jobs"])
+@pytest.mark.parametrize("how", ["stop", "error"])
+def test_a_deterministic_study_that_ends_early_is_the_same_twice(objective: Any, how: str) -> None:
+    def once() -> Any:
+        study = optuna.create_study(sampler=optuna.samplers.RandomSampler(1))
+        torch.manual_seed(0)
+
+        def stop(study: optuna.Study, trial: Any) -> None:
+            study.stop()
+
+        def act(trial: optuna.Trial) -> Any:
+            if how == "error" and trial.number == 5:
+                raise ValueError("mine")
+            return objective(trial)
+
+        settings: dict[str, Any] = {"order": "promising", "max_concurrent": 3, "lanes": 2, "deterministic": True}
+        settings |= {"callbacks": [stop]} if how == "stop" else {}
+        with pytest.raises(ValueError, match="mine") if how == "error" else contextlib.nullcontext():
+            wf.optimize(study, act, 12, **settings)
+        assert all(trial.state.is_finished() for trial in study.trials)
+        return [(t.number, t.params, t.state, t.intermediate_values, t.values) for t in study.trials]
+
+    assert once() == once()
+
+
+def test_a_trial_can_be_pickled() -> None:
+    def objective(trial: optuna.Trial) -> float:
+        copied.append(pickle.loads(pickle.dumps(trial)))
+        return float(trial.suggest_float("lr", 0, 1))
+
+    copied: list[Any] = []
+    study = optuna.create_study()
+    wf.optimize(study, objective, 1)
+    assert type(copied[0]) is optuna.trial.Trial and copied[0].number == 0
+
+
+def test_a_trial_that_gives_up_before_it_trains_needs_no_report() -> None:
+    def objective(trial: optuna.Trial) -> float:
+        return 9.0 if trial.number == 0 else loop(trial)
+
+    study = optuna.create_study(pruner=optuna.pruners.NopPruner())
+    assert wf.optimize(study, objective, 3, order="promising", max_concurrent=1).states == {"complete": 3}
+
+
 # -- survival
 
 
@@ -401,11 +481,14 @@ def test_goes_on_in_the_next_call(tmp_path: Path, how: str) -> None:
             for number in range(6):
                 study.enqueue_trial({"lr": 0.01 * (number + 1)})
         torch.manual_seed(0)
-        wf.optimize(
+        done = wf.optimize(
             study, lambda trial: job(trial, epochs=4), 6, order="promising", checkpoint=tmp_path / "c", callbacks=callbacks,
             max_concurrent=1, lanes=1,
         )  # fmt: skip
+        steps.append(sum(done.timeline().steps.values()))
         return study
+
+    steps: list[int] = []
 
     def end(study: optuna.Study, trial: Any) -> None:
         if how == "interrupt":
@@ -421,6 +504,8 @@ def test_goes_on_in_the_next_call(tmp_path: Path, how: str) -> None:
     assert left.count("COMPLETE") == 1 and left.count("WAITING") == 5
     study = call()
     assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 6
+    if how == "stop":  # no step of a paused trial is done twice
+        assert sum(steps) == 6 * 4 * 6
     assert [len(trial.intermediate_values) for trial in study.trials] == [4] * 6
 
 
@@ -462,10 +547,15 @@ def test_several_objectives_are_refused() -> None:
 
 
 def test_trials_without_reports_are_refused() -> None:
+    def objective(trial: optuna.Trial) -> float:
+        net = model()
+        step = wf.Step(net, loss=F.cross_entropy, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
+        return float(step((X, Y)))
+
     study = optuna.create_study()
     with pytest.raises(wf.StudyError, match=r"trial 0 has ended without a report, and order= ranks trials by their reports"):
-        wf.optimize(study, lambda trial: 1.0, 5, order="promising", max_concurrent=1)
-    assert study.trials[0].value == 1.0
+        wf.optimize(study, objective, 5, order="promising", max_concurrent=1)
+    assert study.trials[0].value is not None
 
 
 # -- what happened when

@@ -169,6 +169,8 @@ class _Study(_Shared):
     deterministic: _Flag = False
     trial_timeout: _Seconds | None = None
     checkpoint: _Text | None = None
+    order: Literal["fifo", "promising"] = "fifo"
+    deadline: _Seconds | None = None
 
 
 def load_train(path: Path) -> TrainConfig:
@@ -189,8 +191,8 @@ def load_study(path: Path) -> StudyConfig:
     config = _read(path, _Study, "study")
     found = _Found(config, f"{path}: ", path)
     key = found.exactly_one("objective", "build")
-    if config.n_trials is None and config.timeout is None:
-        raise ConfigError(f"{path}: n_trials: give n_trials or timeout, or the study would never end")
+    if config.n_trials is None and config.timeout is None and config.deadline is None:
+        raise ConfigError(f"{path}: n_trials: give n_trials, timeout or deadline, or the study would never end")
     function = found.function(key)
     if key == "build":
         function = functools.partial(_build, function, f"{path}: build")

@@ -51,6 +51,15 @@ class Account(defaultdict[str, float]):
             self[what] += time.perf_counter() - began
             self.computed[what] += time.thread_time() - computed
 
+    @contextlib.contextmanager
+    def leaving_out(self, what: str) -> Iterator[None]:
+        """Do not count the time inside the context, which lies inside of ``spending(what)``."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self[what] -= time.perf_counter() - began
+
     def begin_call(self) -> tuple[float, float]:
         """Note that the thread, in a loop of the user's own, calls what it comes back from at ``end_call``."""
         now = time.perf_counter(), time.thread_time()

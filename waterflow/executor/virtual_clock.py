@@ -49,11 +49,22 @@ class VirtualClock:
             self._times[worker] = time
 
     def advance(self, worker: int) -> None:
-        """Count one more step that ``worker`` has begun."""
+        """Count one more step that ``worker`` has begun; none of one that has left."""
         with self._guard:
-            self._times[worker] += 1
+            if worker in self._times:
+                self._times[worker] += 1
             if self._waiting:
                 self._changed.notify_all()
+
+    def knows(self, worker: int) -> bool:
+        """Return True if ``worker`` has joined, and has not left."""
+        with self._guard:
+            return worker in self._times
+
+    def latest(self) -> int:
+        """Return the virtual time of the worker that has come furthest."""
+        with self._guard:
+            return max(self._times.values(), default=0)
 
     def time(self, worker: int) -> int:
         """Return the virtual time of ``worker``: the steps that it has begun, plus the time at which it joined."""

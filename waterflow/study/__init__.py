@@ -68,7 +68,8 @@ def optimize(
     Args:
         study: Any Optuna study: in memory, RDB or journal storage, one objective or several.
         objective: See above.
-        n_trials, timeout: As in ``study.optimize``; running trials finish after a timeout.
+        n_trials, timeout: As in ``study.optimize``; running trials finish after a timeout, and those that ``order`` has paused are
+            COMPLETE with their last report, as after ``study.stop()`` and after an error.
         max_concurrent: The most trials at the same time. ``"auto"``: as many as measured throughput allows, if all of them fit
             in memory together. Earlier trials use the lanes first, later ones what these leave.
         memory: The limit for all trials together: bytes, a share of the free memory, or text like ``"4GiB"``.

@@ -25,7 +25,6 @@ from waterflow.executor.cancel import (
     BREAK_OFF_SECONDS,
     STOP_SECONDS,
     break_off_all,
-    doing,
     import_ahead,
     join_all,
     limited,
@@ -40,7 +39,7 @@ from waterflow.executor.rng import generators_for, own_numbers, telling_of_share
 from waterflow.executor.stats import Account
 from waterflow.executor.tuning import AutoConcurrency
 from waterflow.executor.virtual_clock import VirtualClock, here
-from waterflow.job import Job, JobResult, Metrics
+from waterflow.job import Job, Metrics
 from waterflow.planner.feasibility import Need, needed
 from waterflow.results import over_limit
 from waterflow.run_stats import RunStats
@@ -71,7 +70,6 @@ from waterflow.study.values import (
     value_of,
 )
 from waterflow.study.worker import Worker
-from waterflow.training.checkpoint import Checkpoint
 from waterflow.training.checkpoint_dir import LAST_SECONDS
 from waterflow.training.progress import ProgressLine
 from waterflow.training.runner import InOrder, JobRunner, OnEpoch, PauseJob, StopJob
@@ -83,7 +81,7 @@ StudyCallback = Callable[[optuna.Study, FrozenTrial], None]
 # Pauses of a trial may cost this share of the time that the whole of it takes.
 PAUSING = 0.02
 OPENING = 0.9  # the share of the time until the deadline in which trials begin
-UNFINISHED = "waterflow:unfinished"  # user attribute of trials that a deadline, or a timeout, has ended
+UNFINISHED = "waterflow:unfinished"  # user attribute of trials that ran, or were paused, when the study ended
 
 
 class StudyRunner:
@@ -120,6 +118,7 @@ class StudyRunner:
         self._deadline = deadline
         self._timeout: float | None = None
         self._n_trials: int | None = None
+        self._any_reports = False
         self._to_first: list[float] = []  # seconds until trials made their first report
         self._again: deque[Worker] = deque()  # trials that lacked memory, and run before all others
         self._standing: dict[int, Worker] = {}  # trials that were paused
@@ -169,11 +168,10 @@ class StudyRunner:
                 while self._has_more():
                     check_interrupt()
                     self._paused.make_way()
-                    self._run.keep_alive([worker.trial for worker in (*self._again, *self._standing.values())])
+                    self._run.keep_alive([w.trial for w in (*self._again, *self._standing.values()) if not w.loops])
                     self._look(catch, callbacks, progress)
                     self._end_in_time(catch, callbacks, progress)
-                for waiting in (*self._again, *self._standing.values()):
-                    self._run.leave(waiting.trial)
+                self._let_go()
             except BaseException:
                 with uninterrupted():
                     self._interrupt()
@@ -204,11 +202,27 @@ class StudyRunner:
             history=self._timeline(),
         )
 
+    def _let_go(self) -> None:
+        """Leave the trials that wait to the next call, or as failed ones."""
+        waiting = [*self._again, *self._standing.values()]
+        for worker in waiting:
+            if worker.loops:
+                worker.stop("the study has ended")
+                worker.open()
+        join_all([worker.thread for worker in waiting], BREAK_OFF_SECONDS)
+        if self._run.lasts:
+            self._paused.write()
+        for worker in waiting:
+            self._run.leave(worker.trial)
+
+    def _steps_of(self, number: int) -> int:
+        return sum(int(account.get("steps", 0)) for account in self._engine.accounts if account.who == number)
+
     def _timeline(self) -> StudyTimeline:
         steps: Counter[int] = Counter()
         for account in self._engine.accounts:
             if isinstance(account.who, int):
-                steps[account.who] += int(account["steps"])
+                steps[account.who] += int(account.get("steps", 0))
         winner = None
         if len(self._study.directions) == 1:
             with contextlib.suppress(ValueError):
@@ -246,10 +260,16 @@ class StudyRunner:
             in_use = self._engine.lanes_in_use
             self._at_once = self._auto.update(len(self._running), self._one_more_fits(), in_use)
         if worker is None:
-            if self._auto is not None or self._run.lasts or self._starving():
+            if self._auto is not None or self._run.lasts:
                 self._fill(0)
+            elif self._starving():
+                self._fill(self._clock.latest() if self._clock is not None else 0)
             return
         told, loops = worker.told, worker.aside and worker.loops
+        if self._running.get(worker.trial.number) is not worker:
+            return  # a loop that was to wait when the study ended, and was told then
+        if worker.job is not None and worker.runner is not None:
+            self._cost(worker, worker.runner.seconds_to_resume)
         try:
             if not (self._set_aside(worker) or self._put_again(worker)):
                 self._tell(worker, catch, callbacks, progress)
@@ -273,11 +293,15 @@ class StudyRunner:
         for known in self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)):
             self._order.add(known.number, known.intermediate_values, ended=True)
         for _ in range(self._run.waiting):
-            worker = self._asked()
-            (self._again.append if worker.alone else self._stand_by)(worker)
-
-    def _stand_by(self, worker: Worker) -> None:
-        self._standing[worker.trial.number] = worker
+            if self._n_trials is not None and self._run.begun >= self._n_trials:
+                return
+            with uninterrupted():
+                worker = self._asked()
+                if worker.alone:
+                    self._again.append(worker)
+                else:
+                    self._standing[worker.trial.number] = worker
+            self._any_reports |= bool(frozen(worker.trial).intermediate_values)
 
     def _fill(self, time_: int) -> None:
         fresh = []
@@ -302,10 +326,13 @@ class StudyRunner:
 
     def _next(self) -> Worker | None:
         """Return the next trial, which counts as running; None if none is to begin now."""
-        if self._failure is not None or any(worker.alone for worker in self._running.values()):
+        if self._failure is not None:
             return None
-        starving = self._starving()
-        if len(self._running) >= self._at_once and not starving:
+        if self._starving():
+            return self._take_up(next(number for number, worker in self._standing.items() if worker.loops))
+        if any(worker.alone for worker in self._running.values()):
+            return None
+        if len(self._running) >= self._at_once:
             return None
         if self._again:
             if self._again[0].alone and self._running:
@@ -318,23 +345,27 @@ class StudyRunner:
         if self._standing and not self._goes_on():
             return None
         fits = not (self._auto or self._loops_wait()) or self._one_more_fits()
-        new = fits and not starving and self._wanted() and not (self._running and self._run.next_is_alone())
+        new = fits and self._wanted() and not (self._running and self._run.next_is_alone())
         found = self._order.next(self._at_once, int(new), bool(self._running))
         if found is None:
             return None
-        if found.state == "new":
-            with uninterrupted():
-                # Ctrl-C in between would leave a RUNNING trial in the storage that nothing ends.
-                worker = self._asked()
-                self._running[worker.trial.number] = worker
-        else:
-            with uninterrupted():
-                worker = self._running[found.number] = self._standing.pop(found.number)
-            if worker.job is not None:
-                began = time.perf_counter()
-                worker.paused = self._paused.take(folder_of(found.number))
-                self._cost(worker, time.perf_counter() - began)
+        if found.state != "new":
+            return self._take_up(found.number)
+        with uninterrupted():
+            # Ctrl-C in between would leave a RUNNING trial in the storage that nothing ends.
+            worker = self._asked()
+            self._running[worker.trial.number] = worker
         self._order.runs(worker.trial.number)
+        return worker
+
+    def _take_up(self, number: int) -> Worker:
+        with uninterrupted():
+            worker = self._running[number] = self._standing.pop(number)
+        if worker.job is not None:
+            began = time.perf_counter()
+            worker.paused = self._paused.take(folder_of(number))
+            self._cost(worker, time.perf_counter() - began)
+        self._order.runs(number)
         return worker
 
     def _asked(self) -> Worker:
@@ -351,7 +382,7 @@ class StudyRunner:
         """Return True if all that run wait for memory while loops that stand aside hold some."""
         threads = [worker.thread for worker in self._running.values()]
         waits = self._engine.reservations.waits
-        return self._loops_wait() and all(thread is not None and waits(thread.ident) for thread in threads)
+        return bool(threads) and self._loops_wait() and all(thread is not None and waits(thread.ident) for thread in threads)
 
     def _one_more_fits(self) -> bool:
         """Return True if one more trial would train together with the running ones."""
@@ -456,10 +487,9 @@ class StudyRunner:
             return epoch + 1 < job.epochs and self._stands_aside(worker, epoch + 1)
 
         settings = {"engine": self._engine, "on_epoch": reporting(self._study, worker.trial, turn, aside), "in_order": turn}
-        result = self._run.train(worker.trial, job, began, worker.paused, seed=worker.seed, **settings)
+        result = self._run.train(worker.trial, job, began, worker.paused, seed=worker.seed, ran=worker.seconds, **settings)
         if result.status == "paused" and worker.runner is not None:
-            worker.job, worker.paused, worker.aside = job, worker.runner.paused, True
-            self._cost(worker, worker.runner.seconds_to_resume)
+            worker.job, worker.paused, worker.aside, worker.result = job, worker.runner.paused, True, result
             return None
         worker.result = result
         if result.status == "pruned":
@@ -472,7 +502,7 @@ class StudyRunner:
         number = worker.trial.number
         if not self._order.report(number, step, value):
             return  # a call before, or a run before, has made it
-        worker.reported = True
+        worker.reported = self._any_reports = True
         if len(frozen(worker.trial).intermediate_values) == 1:
             self._to_first.append(worker.seconds + self._history.runs_for(number))
         self._history.report(number, value)
@@ -508,18 +538,21 @@ class StudyRunner:
 
     def _before_step(self, worker: Worker) -> None:
         # A job is asked after its evaluation, and taken up by another thread. A loop waits here, on its own.
-        if worker.runner is None and worker.reported and self._stands_aside(worker):
-            self._wait(worker)
-
-    @doing("waiting while trials that promise more run", interruptible=True)
-    def _wait(self, worker: Worker) -> None:
-        with time_does_not_count():
+        if worker.runner is not None:
+            if not self._run.lasts:  # else Ctrl-C may come before the job's next checkpoint
+                worker.paused = None
+            return
+        if not worker.reported:
+            return
+        with time_does_not_count(), worker.account.leaving_out("trials"):
             with self._turn(worker):
+                if not self._stands_aside(worker):
+                    return
                 told, worker.aside = worker.told, True
                 self._ended.put(worker)
                 if self._clock is not None:
                     told.wait()
-            worker.gate.acquire()
+            worker.wait()
 
     def _cost(self, worker: Worker, seconds: float) -> None:
         worker.pausing += seconds
@@ -532,12 +565,15 @@ class StudyRunner:
         if not worker.aside or worker.error is not None:
             return False
         number, waiting = worker.trial.number, worker
+        if worker.unfinished and worker.loops:  # its steps are cancelled: it does not wait
+            worker.aside = False
+            return True
         worker.seconds += self._history.stands(number)
         self._pauses += 1
         if worker.paused is not None:
             self._paused.put(folder_of(number), worker.paused)
             self._cost(worker, time.perf_counter() - (worker.leaving or time.perf_counter()))
-            waiting = worker.next_run(job=worker.job)
+            waiting = worker.next_run(job=worker.job, result=worker.result)
         worker.leaving = None
         self._note_need(number)
         with uninterrupted():
@@ -574,7 +610,8 @@ class StudyRunner:
     def _tell(
         self, worker: Worker, catch: tuple[type[Exception], ...], callbacks: Sequence[StudyCallback], progress: ProgressLine
     ) -> None:
-        if worker.unfinished and isinstance(worker.error, JobCancelled) and not self._as_reported(worker):
+        worker.unfinished &= isinstance(worker.error, JobCancelled)  # or it has ended by itself
+        if worker.unfinished and not self._as_reported(worker):
             return
         trial, error, result = worker.trial, worker.error, worker.result
         if isinstance(error, UnfitCheckpointError):
@@ -593,8 +630,8 @@ class StudyRunner:
             del self._running[trial.number]
             self._note_need(trial.number)
         self._states[told.state.name.lower()] += 1
-        state = "unfinished" if worker.unfinished and worker.state is None else told.state.name.lower()
-        self._history.stands(trial.number, state)
+        complete = told.state == TrialState.COMPLETE
+        self._history.stands(trial.number, "unfinished" if worker.unfinished and complete else told.state.name.lower())
         self._order.ended(trial.number, forget=told.state == TrialState.FAIL)
         if result is not None:
             self._results.add(trial.number, result)
@@ -602,7 +639,7 @@ class StudyRunner:
             # Weights that are not kept must be freed now, not at the study's end.
             result = worker.result = worker.runner = None
         self._run.told(trial, self._results.with_weights())
-        if self._order.pauses and told.state == TrialState.COMPLETE and not self._to_first:
+        if self._order.pauses and not self._any_reports and self._steps_of(trial.number):
             self._failure = self._failure or StudyError(
                 f"trial {trial.number} has ended without a report, and order= ranks trials by their reports: let the objective call "
                 "trial.report(value, epoch), or return a wf.Job, whose evaluations are reported; or leave order= out"
@@ -627,7 +664,7 @@ class StudyRunner:
                 del self._running[number]
                 self._run.leave(worker.trial)
             return False
-        worker.trial.set_user_attr(UNFINISHED, True)
+        Trial.set_user_attr(worker.trial, UNFINISHED, True)  # not in its turn: this thread has none
         worker.value, worker.state, worker.error = reports[max(reports)], None, None
         if worker.result is not None:
             worker.result = replace(worker.result, status="unfinished", error=None, traceback=None)
@@ -637,44 +674,62 @@ class StudyRunner:
         self, catch: tuple[type[Exception], ...], callbacks: Sequence[StudyCallback], progress: ProgressLine
     ) -> None:
         """End what runs at the deadline, and what stands aside when the study does not go on."""
-        passed = self._history.now - self._deadline if self._deadline is not None else -1.0
-        if passed >= 0:
-            late = [worker for worker in self._running.values() if not worker.unfinished]
-            for worker in late:
-                worker.unfinished = True
-            stop_all(late, "the deadline of the study has passed")
-            if passed > STOP_SECONDS:
-                for worker in self._running.values():
-                    worker.break_off()
-        if not self._standing or self._goes_on() or (self._run.lasts and passed < 0):
+        late = self._deadline is not None and self._history.now >= self._deadline
+        if late:
+            self._end_running()
+        if not self._standing or self._goes_on() or (self._run.lasts and not late):
             return
+        if self._clock is not None and self._running:
+            return  # or it would depend on the moment what others see of them
         for number, worker in sorted(self._standing.items()):
             with uninterrupted():
                 self._running[number] = self._standing.pop(number)
+            self._order.runs(number)
             worker.unfinished = True
             if worker.loops:
+                worker.aside, worker.told = False, threading.Event()
                 worker.stop("the study has ended")
-                worker.break_off()
+                worker.open()
                 continue
             worker.state, worker.error = TrialState.FAIL, JobCancelled("the study has ended")
-            if worker.job is not None:
-                worker.result = self._result_of_paused(worker, worker.job, self._paused.take(folder_of(number)))
-            self._tell(worker, catch, callbacks, progress)
+            self._tell(self._with_weights(worker), catch, callbacks, progress)
 
-    def _result_of_paused(self, worker: Worker, job: Job, state: Checkpoint) -> JobResult:
-        runner = JobRunner(job, self._engine, resume=state)
-        made = runner.result_so_far()
-        if made.value is not None and self._results.would_keep(made.value):
+    def _end_running(self) -> None:
+        running = [worker for worker in self._running.values() if worker.thread is not None]
+        now, reason = self._history.now, "the deadline of the study has passed"
+        for worker in running:
+            if not worker.unfinished:
+                worker.unfinished, worker.ends_since = True, now
+                if worker.runner is not None:
+                    worker.runner.end(reason)
+                else:
+                    stop_all([worker], reason)
+            elif now - worker.ends_since > STOP_SECONDS:  # a step takes long, or code of the user's
+                stop_all([worker], reason)
+                worker.break_off()
+            if now - worker.ends_since > STOP_SECONDS + BREAK_OFF_SECONDS and not worker.told_of:
+                worker.told_of = True
+                logger.warning(
+                    "trial %d does not end at the deadline: it is %s. waterflow waits for it; Ctrl-C ends everything",
+                    worker.trial.number,
+                    worker.code.where(),
+                )
+
+    def _with_weights(self, worker: Worker) -> Worker:
+        """Give the result of a job that was paused its weights, if they may be kept."""
+        reports, job = frozen(worker.trial).intermediate_values, worker.job
+        if job is not None and reports and self._results.would_keep(reports[max(reports)]):
             try:
                 with within(self._engine, worker.trial.number):
-                    return runner.unfinished()
-            except Exception as error:  # of the user's functions
+                    state = self._paused.take(folder_of(worker.trial.number))
+                    worker.result = JobRunner(job, self._engine, resume=state).unfinished()
+            except Exception as error:  # of the disk, or of the user's functions
                 logger.warning("the weights of trial %d are lost: %s", worker.trial.number, told(error))
-        return made
+        return worker
 
     def _leave(self, worker: Worker) -> int:
         """Remove the trial from the clock; returns the virtual time at which the next one may begin."""
-        if self._clock is None:
+        if self._clock is None or not self._clock.knows(worker.trial.number):  # a loop that stood aside when the study ended
             return 0
         ended = self._clock.time(worker.trial.number)
         self._clock.leave(worker.trial.number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import Counter
@@ -57,16 +58,20 @@ class StudyTimeline:
 
         A trial counts with its latest report.
         """
-        latest: dict[int, float] = {}
+        sign, latest, leader = 1.0 if self.maximize else -1.0, dict[int, float](), -1
         found: list[Report] = []
         for report in self.reports:
             if self.states.get(report.trial) not in ("complete", "unfinished"):
                 continue
-            latest[report.trial] = report.value if self.maximize else -report.value
-            leader = max(latest, key=lambda trial: (latest[trial], trial == self.winner))
-            if not found or leader != found[-1].trial or leader == report.trial:
-                value = latest[leader] if self.maximize else -latest[leader]
-                found.append(Report(report.seconds, report.steps, leader, value))
+            before = latest.get(report.trial, -math.inf)
+            latest[report.trial] = sign * report.value
+            if report.trial == leader and latest[leader] < before:
+                leader = max(latest, key=lambda trial: (latest[trial], trial == self.winner))
+            elif leader < 0 or (latest[report.trial], report.trial == self.winner) > (latest[leader], leader == self.winner):
+                leader = report.trial
+            elif report.trial != leader:
+                continue
+            found.append(Report(report.seconds, report.steps, leader, sign * latest[leader]))
         return found
 
     @property
@@ -77,7 +82,7 @@ class StudyTimeline:
 
     def __str__(self) -> str:
         leads = self.leads()
-        if self.winner is None or not leads:
+        if not leads or leads[-1].trial != self.winner:  # none, of a call before, or with a value that it did not report
             return ""
         since = leads[-1]
         for lead in reversed(leads):
@@ -176,7 +181,8 @@ class History:
 
     def runs_for(self, trial: int) -> float:
         """Return the seconds that a trial has run, this time."""
-        return self.now - self._since[trial]
+        now = self.now
+        return now - self._since.get(trial, now)
 
     def stands(self, trial: int, state: str = "waiting") -> float:
         """Note that a trial does not run any more; returns the seconds that it ran, this time."""

@@ -460,6 +460,15 @@ class _Observed(Trial):
         super().report(value, step)
         self._waterflow_observe(int(step), float(value))
 
+    def __reduce__(self) -> Any:
+        return _plain, ({name: value for name, value in vars(self).items() if not name.startswith("_waterflow")},)
+
+
+def _plain(state: dict[str, Any]) -> Trial:
+    trial = Trial.__new__(Trial)  # the constructor would ask the sampler
+    vars(trial).update(state)
+    return trial
+
 
 def observe(trial: Trial, observe: Callable[[int, float], None]) -> None:
     """Call ``observe(step, value)`` after each report that the trial makes from now on."""

@@ -49,6 +49,7 @@ logger = logging.getLogger("waterflow")
 # Deaths of its process that a trial was under way at, without progress between. Twice alone: a process that others kill may hit one
 # that has just begun.
 ALONE_AFTER, FAIL_AFTER = 2, 4
+BEATS = 10  # of trials that wait, at a time: each one is written to the storage
 LOOK_AGAIN = 1.0  # seconds between two looks for trials of a process whose heartbeats may end
 
 
@@ -63,7 +64,7 @@ class StudyRun:
         self._seed = draw_seed()
         self.begun = 0  # trials that were asked for, by calls before, too
         self.alone: set[int] = set()  # trials that may only run alone
-        self._beaten = 0.0
+        self._beaten: dict[int, float] = {}  # when trials that wait had their last heartbeat
 
     @property
     def waiting(self) -> int:
@@ -95,11 +96,12 @@ class StudyRun:
         return False
 
     def keep_alive(self, trials: Collection[Trial]) -> None:
-        """Record heartbeats of trials that wait for their turn, and have no thread that does."""
-        if trials and time.monotonic() - self._beaten >= max(LOOK_AGAIN, beats_every(self._study) / 4):
-            self._beaten = time.monotonic()
-            for trial in trials:
-                beat(self._study, trial.number)
+        """Record heartbeats of trials that wait for their turn, and have no thread that does: some at each call."""
+        now, every = time.monotonic(), beats_every(self._study) / 4
+        due = [trial for trial in trials if every and now - self._beaten.get(trial.number, 0.0) >= every]
+        for trial in due[:BEATS]:
+            self._beaten[trial.number] = now
+            beat(self._study, trial.number)
 
     def train(
         self, trial: Trial, job: Job, began: Callable[[JobRunner], None], resume: Checkpoint | None, **settings: Any
@@ -159,6 +161,7 @@ class LastingRun(StudyRun):
         """Hold the folder inside, and let trials that were under way wait to be taken up. Raises CheckpointError."""
         with self.files.opened(()), self._writing.under_way():
             self._name, self._seed = self._known()
+            self._ran = self._noted()  # before this call notes its own
             self._take_back()
             trials = trials_of_run(self._study, self._name)
             repeated = {number for trial in trials if not trial.state.is_finished() for number in retried(trial)}
@@ -208,7 +211,7 @@ class LastingRun(StudyRun):
     # -- trials of a process that has died
 
     def _take_back(self) -> None:
-        dead, beating, ran = stale(self._study), set(), self._ran()
+        dead, beating, ran = stale(self._study), set(), self._ran
         for trial in trials_of_run(self._study, self._name):
             if trial.state != TrialState.RUNNING or trial.number in self._mine:
                 continue
@@ -230,7 +233,7 @@ class LastingRun(StudyRun):
         self._deaths |= {trial.number: deaths_of(trial)[0] for trial in waiting}
         self.alone = {number for number, deaths in self._deaths.items() if deaths >= ALONE_AFTER}
 
-    def _ran(self) -> set[int] | None:
+    def _noted(self) -> set[int] | None:
         """Return the trials that ran when the process died; None if that is not known."""
         try:
             return {int(number) for number in json.loads((self.files.folder / "running.json").read_text())}
@@ -277,7 +280,10 @@ class LastingRun(StudyRun):
 
     def under_way(self, numbers: Collection[int]) -> None:
         """See StudyRun."""
-        replace_text(self.files.folder / "running.json", json.dumps([*numbers]))
+        path = self.files.folder / "running.json"
+        if not self._writing.attempt("running.json", lambda: replace_text(path, json.dumps([*numbers]))):
+            with contextlib.suppress(OSError):
+                path.unlink()  # not known: a death counts for all
 
     def ask(self) -> Trial:
         """See StudyRun."""

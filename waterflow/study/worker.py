@@ -8,7 +8,7 @@ import weakref
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from waterflow.executor.cancel import UserCode
+from waterflow.executor.cancel import UserCode, doing
 from waterflow.executor.program.ownership import cancel_steps
 from waterflow.executor.stats import Account
 from waterflow.job import Job, JobResult
@@ -44,6 +44,8 @@ class Worker:
     leaving: float | None = None  # when it was to be paused, on the clock of perf_counter
     stays: bool = False  # it cannot be paused
     unfinished: bool = False  # it is ended by the deadline or the timeout, and counts with its last report
+    ends_since: float = 0.0  # seconds of the study at which it was to end
+    told_of: bool = False  # it does not end, and a warning has said so
     gate: threading.Lock = field(default_factory=_closed)  # where a loop waits while better trials run
     value: Any = None
     result: JobResult | None = None
@@ -62,6 +64,11 @@ class Worker:
         """Interrupt the trial's thread now."""
         (self.runner or self.code).break_off()
         self.open()
+
+    @doing("waiting while trials that promise more run", interruptible=True)
+    def wait(self) -> None:
+        """Wait, on the thread of its loop, for its turn."""
+        self.gate.acquire()
 
     def open(self) -> None:
         """Let its loop go on, if it waits."""

@@ -79,7 +79,8 @@ class JobRunner:
     Without ``engine`` it trains alone, on the calling thread. ``on_epoch(epoch, metrics)`` is called after each evaluation
     (after each epoch, with the mean loss, if there is none); an exception from it ends the job. ``seed`` is used if the job has
     none; by default it is drawn here. Model and data are made inside ``in_order()``, which may wait. With ``resume`` the job
-    resumes from a checkpoint of it; raises CheckpointError for one of another job.
+    resumes from a checkpoint of it; raises CheckpointError for one of another job. ``ran`` seconds of its time limit have passed
+    in runs before.
     """
 
     devices: tuple[str, ...] = ()  # of ``train(devices=)``
@@ -93,8 +94,10 @@ class JobRunner:
         seed: int | None = None,
         in_order: InOrder = contextlib.nullcontext,
         resume: Checkpoint | None = None,
+        ran: float = 0.0,
     ) -> None:
         job.check()
+        self._ran = ran
         self.job = job
         self.engine = engine
         self.step: Step | None = None
@@ -135,6 +138,10 @@ class JobRunner:
         if isinstance(job.data, SharedData):  # from now on, readers of the same data wait for this job
             place = (0, 0) if resume is None else (resume.epoch, resume.batch)
             self._batches = job.data.reader(job.epochs, self._check_stop, self._held_up, place)
+
+    def end(self, reason: str = "stopped") -> None:
+        """End the job between two steps; do not wait for that."""
+        self._stop = self._stop or reason
 
     def stop(self, reason: str = "stopped") -> None:
         """End the job at its next group boundary, and wait for that."""
@@ -208,13 +215,7 @@ class JobRunner:
         """Train to the end, or to ``Job.timeout``. Returns errors of the job, of any kind, in its result."""
         with self._account.spending("jobs"):
             told = self.job.timeout, f"job {self.job.name!r}", "Job.timeout"
-            before = self._resume.state["seconds"] if self._resume is not None else 0.0
-            return limited(*told, self._run, self._user_code, self.stop, self._progress, over_limit, before)
-
-    def result_so_far(self) -> JobResult:
-        """Return the result that the job had when it was paused, without weights."""
-        told = tuple(self._metrics), tuple(self._losses), time.perf_counter() - self._started
-        return result_of(self.job.name, "unfinished", None, None, *told)
+            return limited(*told, self._run, self._user_code, self.stop, self._progress, over_limit, self._ran)
 
     def unfinished(self) -> JobResult:
         """Return, instead of ``run()``, the result and the weights that the job had when it was paused."""

@@ -30,3 +30,7 @@ class Policy(ABC):
 
         Running trials go on; they are asked about at their next report.
         """
+
+    def asks(self, trial: TrialProgress) -> bool:
+        """Return False if a running trial that has just made a report goes on, whatever the others promise."""
+        return True

@@ -57,7 +57,7 @@ class TrialOrder:
         """Note that a trial has ended; ``forget`` one with which others are not to be compared."""
         with self._lock:
             self._leaving.discard(number)
-            if forget:
+            if forget or not self.pauses:
                 del self._trials[number], self._steps[number]
             else:
                 self._trials[number].state = "ended"
@@ -78,6 +78,8 @@ class TrialOrder:
         """
         with self._lock:
             trial = self._trials[number]
+            if not self._policy.asks(trial):
+                return True
             trial.state = "ready"
             try:
                 goes_on = trial in self._chosen(slots, new)
