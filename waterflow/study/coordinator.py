@@ -124,6 +124,7 @@ class StudyRunner:
         self._standing: dict[int, Worker] = {}  # trials that were paused
         self._pauses = 0
         self._pausing = 0.0  # seconds
+        self._lock = threading.Lock()
         self._paused = PausedStates(engine, self._run.files)
         self._ran_again = 0
         self._running: dict[int, Worker] = {}
@@ -268,8 +269,6 @@ class StudyRunner:
         told, loops = worker.told, worker.aside and worker.loops
         if self._running.get(worker.trial.number) is not worker:
             return  # a loop that was to wait when the study ended, and was told then
-        if worker.job is not None and worker.runner is not None:
-            self._cost(worker, worker.runner.seconds_to_resume)
         try:
             if not (self._set_aside(worker) or self._put_again(worker)):
                 self._tell(worker, catch, callbacks, progress)
@@ -362,9 +361,9 @@ class StudyRunner:
         with uninterrupted():
             worker = self._running[number] = self._standing.pop(number)
         if worker.job is not None:
-            began = time.perf_counter()
+            began = time.thread_time()
             worker.paused = self._paused.take(folder_of(number))
-            self._cost(worker, time.perf_counter() - began)
+            self._cost(worker, time.thread_time() - began)
         self._order.runs(number)
         return worker
 
@@ -488,7 +487,10 @@ class StudyRunner:
 
         settings = {"engine": self._engine, "on_epoch": reporting(self._study, worker.trial, turn, aside), "in_order": turn}
         result = self._run.train(worker.trial, job, began, worker.paused, seed=worker.seed, ran=worker.seconds, **settings)
+        if worker.runner is not None and worker.job is not None:
+            self._cost(worker, worker.runner.seconds_to_resume)
         if result.status == "paused" and worker.runner is not None:
+            self._cost(worker, time.thread_time() - (worker.leaving or 0.0))
             worker.job, worker.paused, worker.aside, worker.result = job, worker.runner.paused, True, result
             return None
         worker.result = result
@@ -524,7 +526,7 @@ class StudyRunner:
                 return False
         if self._order.goes_on(number, self._at_once, int(self._wanted())):
             return False
-        worker.leaving = time.perf_counter()
+        worker.leaving = time.thread_time()
         return True
 
     def _tell_who_stays(self, worker: Worker) -> None:
@@ -555,8 +557,10 @@ class StudyRunner:
             worker.wait()
 
     def _cost(self, worker: Worker, seconds: float) -> None:
+        # Of the processor: while a thread of a trial that stands aside waits, others have the lanes.
         worker.pausing += seconds
-        self._pausing += seconds
+        with self._lock:
+            self._pausing += seconds
 
     # -- telling
 
@@ -571,8 +575,9 @@ class StudyRunner:
         worker.seconds += self._history.stands(number)
         self._pauses += 1
         if worker.paused is not None:
+            began = time.thread_time()
             self._paused.put(folder_of(number), worker.paused)
-            self._cost(worker, time.perf_counter() - (worker.leaving or time.perf_counter()))
+            self._cost(worker, time.thread_time() - began)
             waiting = worker.next_run(job=worker.job, result=worker.result)
         worker.leaving = None
         self._note_need(number)

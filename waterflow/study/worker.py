@@ -41,7 +41,7 @@ class Worker:
     seconds: float = 0.0  # that it ran before
     pausing: float = 0.0  # seconds that its pauses took
     reported: bool = False  # it has made a report of which nothing was decided yet
-    leaving: float | None = None  # when it was to be paused, on the clock of perf_counter
+    leaving: float | None = None  # when it was to be paused, on the clock of its thread
     stays: bool = False  # it cannot be paused
     unfinished: bool = False  # it is ended by the deadline or the timeout, and counts with its last report
     ends_since: float = 0.0  # seconds of the study at which it was to end

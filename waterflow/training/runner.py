@@ -121,7 +121,7 @@ class JobRunner:
         self._resume: Checkpoint | None = None
         self.paused: Checkpoint | None = None
         self.why_not_paused: str | None = None
-        self.seconds_to_resume = 0.0
+        self.seconds_to_resume = 0.0  # of the processor
         self._state: JobState | None = None
         self._safepoint = Safepoint(job.name)
         self.lease = EngineLease(job, engine, self._safepoint)
@@ -257,7 +257,7 @@ class JobRunner:
     # -- the parts
 
     def _begin(self) -> None:
-        began = time.perf_counter()
+        began = time.thread_time()
         self._build()
         if self._resume is not None:
             try:
@@ -265,7 +265,7 @@ class JobRunner:
             except Exception as why:  # of the user's load_state_dict(), too
                 raise as_checkpoint_error(self.job.name, why) from why
             self._resume = None
-            self.seconds_to_resume = time.perf_counter() - began
+            self.seconds_to_resume = time.thread_time() - began
 
     def _ended(self, status: Status, error: BaseException | None) -> JobResult:
         try:
