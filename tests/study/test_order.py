@@ -570,7 +570,7 @@ def test_who_led_since_when(tmp_path: Path) -> None:
     seen = history.timeline(True, {0: 30, 1: 60, 2: 10}, winner=1)
     assert [(lead.trial, lead.value) for lead in seen.leads()] == [(0, 0.5), (1, 0.6), (0, 0.7), (1, 0.8)]
     assert seen.paused == {0, 1}
-    assert "after 10% of all steps; steps: 60% on it, 90% on the ten best, 90% on trials that were paused" in str(seen)
+    assert "after 100% of all steps; steps: 60% on it, 90% on the ten best, 90% on trials that were paused" in str(seen)
     seen.save_png(tmp_path / "study.png")
     assert (tmp_path / "study.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="no trial ran"):

@@ -20,7 +20,7 @@ _MOST_BARS = 400  # of a picture; further trials would be thinner than a pixel
 
 @dataclass(frozen=True)
 class Report:
-    """A trial's report: seconds since the study began, steps of all trials until then, the trial's number, its value."""
+    """A trial's report: seconds since the study began, steps and evaluations of all trials until then, its number, its value."""
 
     seconds: float
     steps: int
@@ -90,13 +90,14 @@ class StudyTimeline:
                 break
             since = lead
         every = max(1, sum(self.steps.values()))
+        until_then = since.steps / max(1, self.reports[-1].steps)
         ended = [report.trial for report in sorted(self._last(), key=lambda r: -r.value if self.maximize else r.value)]
         shares = {"it": [self.winner], "the ten best": ended[:TEN], "trials that were paused": self.paused}
         spent = ", ".join(
             f"{sum(self.steps.get(t, 0) for t in trials) / every:.0%} on {who}" for who, trials in shares.items() if trials
         )
         return (
-            f"trial {self.winner} led since {_time(since.seconds)} of {_time(self.seconds)}, after {since.steps / every:.0%} of all "
+            f"trial {self.winner} led since {_time(since.seconds)} of {_time(self.seconds)}, after {until_then:.0%} of all "
             f"steps; steps: {spent}"
         )
 

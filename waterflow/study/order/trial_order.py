@@ -33,6 +33,7 @@ class TrialOrder:
         self._trials: dict[int, TrialProgress] = {}
         self._steps: dict[int, set[int]] = {}  # of each trial's reports
         self._leaving: set[int] = set()  # trials whose lane is free for another, and that stand soon
+        self._following = 0  # the number of the next trial
         self._lock = threading.Lock()
 
     def add(self, number: int, reports: Mapping[int, float], ended: bool = False) -> None:
@@ -40,6 +41,7 @@ class TrialOrder:
         made = TrialProgress(number, [self._sign * reports[step] for step in sorted(reports)], "ended" if ended else "ready")
         with self._lock:
             self._trials[number], self._steps[number] = made, {*reports}
+            self._following = max(self._following, number + 1)
 
     def runs(self, number: int) -> None:
         """Note that a trial runs from now on."""
@@ -103,8 +105,7 @@ class TrialOrder:
     def _chosen(self, slots: int, new: int) -> list[TrialProgress]:
         running = sum(trial.state == "running" for trial in self._trials.values()) - len(self._leaving)
         lanes = max(1, slots - running)
-        following = max(self._trials, default=-1) + 1
-        fresh = [TrialProgress(following + i, state="new") for i in range(min(new, lanes))]
+        fresh = [TrialProgress(self._following + i, state="new") for i in range(min(new, lanes))]
         given = [*self._trials.values(), *fresh]
         chosen = list(self._policy.choose(given, lanes))
         if wrong := [trial for trial in chosen if trial.state not in ("new", "ready")]:
