@@ -173,6 +173,8 @@ def replay(space: str, way: Way, sampler: str, seed: int) -> float:
             order.ended(number)
         elif order.goes_on(number, LANES, len(trials) - len(asked)):
             heapq.heappush(events, (now + known.steps, number))
+        else:
+            order.stands(number)
         begin(now)
     return math.inf
 
