@@ -608,6 +608,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="study-kills-") as folder:
             rows += PARTS[name](Path(folder), arguments.seed)
         print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
+    if arguments.save and arguments.parts:
+        arguments.save = report.RESULTS / f"study_kills_{'_'.join(arguments.parts)}.json"
     return report.finish("study_kills", arguments, rows)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -69,7 +70,8 @@ def optimize(
         study: Any Optuna study: in memory, RDB or journal storage, one objective or several.
         objective: See above.
         n_trials, timeout: As in ``study.optimize``; running trials finish after a timeout, and those that ``order`` has paused are
-            COMPLETE with their last report, as after ``study.stop()`` and after an error.
+            COMPLETE with their last report, as after ``study.stop()`` and after an error; with ``checkpoint=`` they wait for the next
+            call.
         max_concurrent: The most trials at the same time. ``"auto"``: as many as measured throughput allows, if all of them fit
             in memory together. Earlier trials use the lanes first, later ones what these leave.
         memory: The limit for all trials together: bytes, a share of the free memory, or text like ``"4GiB"``.
@@ -122,6 +124,7 @@ def optimize(
         CheckpointError: The folder of ``checkpoint=`` is in use, is of another study, or damaged.
         Exception: A trial raised an error that ``catch`` does not name; running trials end first.
     """
+    began = time.monotonic()
     policy, until = policy_of(order), _seconds(deadline)
     caught = tuple(catch) if isinstance(catch, Iterable) and not isinstance(catch, str) else (catch,)
     _check(study, objective, n_trials, timeout, max_concurrent, callbacks, deterministic, caught)
@@ -190,7 +193,7 @@ def optimize(
             trial_timeout,
             run,
             policy,
-            until,
+            None if until is None else until - (time.monotonic() - began),
         )
         with ProgressLine(n_trials, "trials", show_progress_bar) as progress:
             summary = coordinator.run(n_trials, timeout, caught, list(callbacks or ()), progress)

@@ -22,7 +22,7 @@ from waterflow.executor.program.ownership import cancel_steps, close_steps_of_th
 from waterflow.executor.rng import generators_for, own_numbers
 from waterflow.job import Job, JobResult, Results
 from waterflow.results import over_limit
-from waterflow.study.coordinator import Objective, StudyCallback, best_of, reporting
+from waterflow.study.coordinator import Objective, StudyCallback, reporting
 from waterflow.study.optuna_compat import (
     TrialPruned,
     TrialState,
@@ -36,7 +36,7 @@ from waterflow.study.optuna_compat import (
     trial_of,
     values_of,
 )
-from waterflow.study.values import KeepWeights, KeptResults, StudySummary, UnfitJobError, check_job, value_of
+from waterflow.study.values import KeepWeights, KeptResults, StudySummary, UnfitJobError, best_of, check_job, value_of
 from waterflow.training.checkpoint import Checkpoint
 from waterflow.training.progress import ProgressLine
 from waterflow.training.runner import JobRunner, Task, draw_seed

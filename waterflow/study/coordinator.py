@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
 import queue
 import statistics
 import threading
@@ -66,10 +67,12 @@ from waterflow.study.values import (
     StudySummary,
     UnfitCheckpointError,
     UnfitJobError,
+    best_of,
     check_job,
     value_of,
 )
 from waterflow.study.worker import Worker
+from waterflow.training.checkpoint import Checkpoint
 from waterflow.training.checkpoint_dir import LAST_SECONDS
 from waterflow.training.progress import ProgressLine
 from waterflow.training.runner import InOrder, JobRunner, OnEpoch, PauseJob, StopJob
@@ -101,6 +104,7 @@ class StudyRunner:
         order: Policy | None = None,
         deadline: float | None = None,
     ) -> None:
+        self._history = History(lambda: engine.steps)
         self._study = study
         self._objective = objective
         self._engine = engine
@@ -114,7 +118,6 @@ class StudyRunner:
         import_ahead()
         self._run = run or StudyRun(study)
         self._order = TrialOrder(order or Fifo(), study.directions[0].name == "MAXIMIZE")
-        self._history = History(lambda: engine.steps)
         self._deadline = deadline
         self._timeout: float | None = None
         self._n_trials: int | None = None
@@ -169,13 +172,14 @@ class StudyRunner:
                 while self._has_more():
                     check_interrupt()
                     self._paused.make_way()
+                    self._paused.write_old()
                     self._run.keep_alive([w.trial for w in (*self._again, *self._standing.values()) if not w.loops])
                     self._look(catch, callbacks, progress)
                     self._end_in_time(catch, callbacks, progress)
                 self._let_go()
-            except BaseException:
+            except BaseException as error:
                 with uninterrupted():
-                    self._interrupt()
+                    self._interrupt(LAST_SECONDS if isinstance(error, KeyboardInterrupt) else math.inf)
                 raise
         if self._failure is not None:
             raise self._failure
@@ -248,7 +252,7 @@ class StudyRunner:
         return self._history.now >= min(OPENING * self._deadline, self._deadline - first)
 
     def _has_more(self) -> bool:
-        if self._running or (self._again and self._failure is None):
+        if self._running or (self._failure is None and (self._again and (self._goes_on() or self._again[0].again))):
             return True
         if self._standing and self._failure is None and (self._goes_on() or not self._run.lasts):
             return True
@@ -261,10 +265,8 @@ class StudyRunner:
             in_use = self._engine.lanes_in_use
             self._at_once = self._auto.update(len(self._running), self._one_more_fits(), in_use)
         if worker is None:
-            if self._auto is not None or self._run.lasts:
-                self._fill(0)
-            elif self._starving():
-                self._fill(self._clock.latest() if self._clock is not None else 0)
+            if self._auto is not None or self._run.lasts or self._starving():
+                self._fill(self._clock.latest() if self._clock is not None else 0, hungry=True)
             return
         told, loops = worker.told, worker.aside and worker.loops
         if self._running.get(worker.trial.number) is not worker:
@@ -302,9 +304,9 @@ class StudyRunner:
                     self._standing[worker.trial.number] = worker
             self._any_reports |= bool(frozen(worker.trial).intermediate_values)
 
-    def _fill(self, time_: int) -> None:
+    def _fill(self, time_: int, hungry: bool = False) -> None:
         fresh = []
-        while (worker := self._next()) is not None:
+        while (worker := self._next(hungry)) is not None:
             if self._clock is not None:
                 self._clock.join(worker.trial.number, time_)
                 take_turns(worker.trial, self._clock)
@@ -323,17 +325,17 @@ class StudyRunner:
             worker.thread = threading.Thread(target=self._work, args=(worker,), name=name, daemon=True)
             worker.thread.start()
 
-    def _next(self) -> Worker | None:
+    def _next(self, hungry: bool) -> Worker | None:
         """Return the next trial, which counts as running; None if none is to begin now."""
         if self._failure is not None:
             return None
-        if self._starving():
+        if hungry and self._starving():
             return self._take_up(next(number for number, worker in self._standing.items() if worker.loops))
         if any(worker.alone for worker in self._running.values()):
             return None
         if len(self._running) >= self._at_once:
             return None
-        if self._again:
+        if self._again and (self._again[0].again or self._goes_on()):
             if self._again[0].alone and self._running:
                 return None
             with uninterrupted():
@@ -485,8 +487,9 @@ class StudyRunner:
         def aside(epoch: int) -> bool:
             return epoch + 1 < job.epochs and self._stands_aside(worker, epoch + 1)
 
+        ran = worker.paused.state["seconds"] if worker.paused is not None else 0.0
         settings = {"engine": self._engine, "on_epoch": reporting(self._study, worker.trial, turn, aside), "in_order": turn}
-        result = self._run.train(worker.trial, job, began, worker.paused, seed=worker.seed, ran=worker.seconds, **settings)
+        result = self._run.train(worker.trial, job, began, worker.paused, seed=worker.seed, ran=ran, **settings)
         if worker.runner is not None and worker.job is not None:
             self._cost(worker, worker.runner.seconds_to_resume)
         if result.status == "paused" and worker.runner is not None:
@@ -571,6 +574,7 @@ class StudyRunner:
         number, waiting = worker.trial.number, worker
         if worker.unfinished and worker.loops:  # its steps are cancelled: it does not wait
             worker.aside = False
+            worker.open()
             return True
         worker.seconds += self._history.stands(number)
         self._pauses += 1
@@ -599,11 +603,11 @@ class StudyRunner:
         how = ["alone"] * alone + ["with recompute='auto'"] * (runner.job.recompute is None)
         logger.warning("trial %d runs once more %s: %s", trial.number, " and ".join(how), told(error))
         take_up(trial)
-        worker.seconds += self._history.stands(trial.number)
+        self._history.stands(trial.number, "again")
         self._note_need(trial.number)
         with uninterrupted():
             del self._running[trial.number]
-            self._again.append(replace(worker.next_run(), alone=alone, again=True))
+            self._again.append(replace(worker.next_run(), alone=alone, again=True, seconds=0.0))
         self._ran_again += 1
         return True
 
@@ -644,7 +648,7 @@ class StudyRunner:
             # Weights that are not kept must be freed now, not at the study's end.
             result = worker.result = worker.runner = None
         self._run.told(trial, self._results.with_weights())
-        if self._order.pauses and not self._any_reports and self._steps_of(trial.number):
+        if complete and self._order.pauses and not self._any_reports and self._steps_of(trial.number):
             self._failure = self._failure or StudyError(
                 f"trial {trial.number} has ended without a report, and order= ranks trials by their reports: let the objective call "
                 "trial.report(value, epoch), or return a wf.Job, whose evaluations are reported; or leave order= out"
@@ -661,32 +665,40 @@ class StudyRunner:
 
     def _as_reported(self, worker: Worker) -> bool:
         """Give a trial that the deadline has ended the value of its last report; False if it has none, or goes on in the next call."""
-        reports, number = frozen(worker.trial).intermediate_values, worker.trial.number
+        reports = frozen(worker.trial).intermediate_values
         if not reports or (self._run.lasts and self._deadline is None):
-            self._history.stands(number, "waiting" if self._run.lasts else "fail")
-            self._order.ended(number, forget=True)
-            with uninterrupted():
-                del self._running[number]
-                self._run.leave(worker.trial)
+            self._leave_to_next(worker)
             return False
+        if worker.paused is not None and (worker.result is None or worker.result.steps <= worker.paused.steps):
+            self._with_weights(worker, worker.paused)  # it was just being taken up
         Trial.set_user_attr(worker.trial, UNFINISHED, True)  # not in its turn: this thread has none
         worker.value, worker.state, worker.error = reports[max(reports)], None, None
         if worker.result is not None:
             worker.result = replace(worker.result, status="unfinished", error=None, traceback=None)
         return True
 
+    def _leave_to_next(self, worker: Worker) -> None:
+        number = worker.trial.number
+        self._history.stands(number, "waiting" if self._run.lasts else "fail")
+        self._states["fail"] += not self._run.lasts
+        self._order.ended(number, forget=True)
+        with uninterrupted():
+            del self._running[number]
+            self._run.leave(worker.trial)
+
     def _end_in_time(
         self, catch: tuple[type[Exception], ...], callbacks: Sequence[StudyCallback], progress: ProgressLine
     ) -> None:
         """End what runs at the deadline, and what stands aside when the study does not go on."""
         late = self._deadline is not None and self._history.now >= self._deadline
-        if late:
-            self._end_running()
+        for worker in [worker for worker in self._running.values() if late and worker.thread is not None]:
+            worker.end(self._history.now)
         if not self._standing or self._goes_on() or (self._run.lasts and not late):
             return
         if self._clock is not None and self._running:
             return  # or it would depend on the moment what others see of them
-        for number, worker in sorted(self._standing.items()):
+        # Loops last: what frees a job's step waits for its turn, which a loop that has ended may have.
+        for number, worker in sorted(self._standing.items(), key=lambda one: (one[1].loops, one[0])):
             with uninterrupted():
                 self._running[number] = self._standing.pop(number)
             self._order.runs(number)
@@ -695,42 +707,28 @@ class StudyRunner:
                 worker.aside, worker.told = False, threading.Event()
                 worker.stop("the study has ended")
                 worker.open()
-                continue
-            worker.state, worker.error = TrialState.FAIL, JobCancelled("the study has ended")
-            self._tell(self._with_weights(worker), catch, callbacks, progress)
+                if self._clock is not None:
+                    return  # one after the other
+            elif worker.job is None:  # of a call before, and not taken up
+                self._leave_to_next(worker)
+            else:
+                worker.state, worker.error = TrialState.FAIL, JobCancelled("the study has ended")
+                self._with_weights(worker)
+                self._tell(worker, catch, callbacks, progress)
+        if self._failure is not None and self._run.lasts:
+            raise self._failure
 
-    def _end_running(self) -> None:
-        running = [worker for worker in self._running.values() if worker.thread is not None]
-        now, reason = self._history.now, "the deadline of the study has passed"
-        for worker in running:
-            if not worker.unfinished:
-                worker.unfinished, worker.ends_since = True, now
-                if worker.runner is not None:
-                    worker.runner.end(reason)
-                else:
-                    stop_all([worker], reason)
-            elif now - worker.ends_since > STOP_SECONDS:  # a step takes long, or code of the user's
-                stop_all([worker], reason)
-                worker.break_off()
-            if now - worker.ends_since > STOP_SECONDS + BREAK_OFF_SECONDS and not worker.told_of:
-                worker.told_of = True
-                logger.warning(
-                    "trial %d does not end at the deadline: it is %s. waterflow waits for it; Ctrl-C ends everything",
-                    worker.trial.number,
-                    worker.code.where(),
-                )
-
-    def _with_weights(self, worker: Worker) -> Worker:
+    def _with_weights(self, worker: Worker, state: Checkpoint | None = None) -> None:
         """Give the result of a job that was paused its weights, if they may be kept."""
         reports, job = frozen(worker.trial).intermediate_values, worker.job
-        if job is not None and reports and self._results.would_keep(reports[max(reports)]):
-            try:
-                with within(self._engine, worker.trial.number):
-                    state = self._paused.take(folder_of(worker.trial.number))
-                    worker.result = JobRunner(job, self._engine, resume=state).unfinished()
-            except Exception as error:  # of the disk, or of the user's functions
-                logger.warning("the weights of trial %d are lost: %s", worker.trial.number, told(error))
-        return worker
+        if job is None or not reports or not self._results.would_keep(reports[max(reports)]):
+            return
+        try:
+            with within(self._engine, worker.trial.number):
+                state = state or self._paused.take(folder_of(worker.trial.number))
+                worker.result = JobRunner(job, self._engine, resume=state).unfinished()
+        except Exception as error:  # of the disk, or of the user's functions
+            logger.warning("the weights of trial %d are lost: %s", worker.trial.number, told(error))
 
     def _leave(self, worker: Worker) -> int:
         """Remove the trial from the clock; returns the virtual time at which the next one may begin."""
@@ -740,7 +738,7 @@ class StudyRunner:
         self._clock.leave(worker.trial.number)
         return ended
 
-    def _interrupt(self) -> None:
+    def _interrupt(self, seconds: float) -> None:
         # After Ctrl-C or an error of a callback: stop all trials, and leave none RUNNING in the storage.
         workers = [*self._running.values(), *self._again, *self._standing.values()]
         began = time.monotonic()
@@ -759,7 +757,7 @@ class StudyRunner:
             for worker in workers:
                 if worker.paused is not None:
                     self._paused.put(folder_of(worker.trial.number), worker.paused)
-            self._paused.write(LAST_SECONDS)
+            self._paused.write(seconds)
         for worker in workers:
             with contextlib.suppress(Exception):
                 self._run.leave(worker.trial)
@@ -784,12 +782,3 @@ def reporting(
                     raise PauseJob
 
     return on_epoch
-
-
-def best_of(study: optuna.Study) -> str:
-    """Return text with the best value and its trial; empty if there is none, or several objectives."""
-    if len(study.directions) > 1:
-        return ""
-    with contextlib.suppress(ValueError):
-        return f"best {study.best_value:.6g} (trial {study.best_trial.number})"
-    return ""

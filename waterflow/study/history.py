@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -41,14 +40,15 @@ class Spell:
 class StudyTimeline:
     """When a study's trials ran and what they reported. Made by ``StudySummary.timeline()``.
 
-    ``states`` are those of trials at the end: complete, unfinished (ended by the deadline), pruned, fail, or waiting for the next
-    call. ``steps`` are training steps by trial.
+    ``paused`` has the numbers of trials that were paused, ``steps`` training steps by trial. ``states`` at the end are complete,
+    unfinished (ended by the deadline), pruned, fail, or waiting (for the next call).
     """
 
     seconds: float
     maximize: bool
     reports: tuple[Report, ...]
     spells: tuple[Spell, ...]
+    paused: frozenset[int]
     states: Mapping[int, str]
     steps: Mapping[int, int]
     winner: int | None
@@ -73,12 +73,6 @@ class StudyTimeline:
                 continue
             found.append(Report(report.seconds, report.steps, leader, sign * latest[leader]))
         return found
-
-    @property
-    def paused(self) -> set[int]:
-        """The numbers of the trials that were paused."""
-        counts = Counter(spell.trial for spell in self.spells)
-        return {trial for trial, count in counts.items() if count > 1 or self.states.get(trial) == "waiting"}
 
     def __str__(self) -> str:
         leads = self.leads()
@@ -168,6 +162,7 @@ class History:
         self._steps = steps
         self._since: dict[int, float] = {}
         self._spells: list[Spell] = []
+        self._paused: set[int] = set()
         self._reports: list[Report] = []
         self.states: dict[int, str] = {}
 
@@ -188,6 +183,8 @@ class History:
     def stands(self, trial: int, state: str = "waiting") -> float:
         """Note that a trial does not run any more; returns the seconds that it ran, this time."""
         self.states[trial] = state
+        if state == "waiting":
+            self._paused.add(trial)
         began = self._since.pop(trial, None)
         if began is None:
             return 0.0
@@ -201,4 +198,6 @@ class History:
     def timeline(self, maximize: bool, steps: Mapping[int, int], winner: int | None) -> StudyTimeline:
         """Return all that was recorded."""
         reports = tuple(sorted(self._reports, key=lambda report: report.seconds))
-        return StudyTimeline(self.now, maximize, reports, tuple(self._spells), dict(self.states), steps, winner)
+        return StudyTimeline(
+            self.now, maximize, reports, tuple(self._spells), frozenset(self._paused), dict(self.states), steps, winner
+        )

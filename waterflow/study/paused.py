@@ -31,7 +31,9 @@ class PausedStates:
         # In a deterministic study a job may not find its memory earlier or later by the time that it takes to write.
         self._most = int(SHARE * engine.reservations.room) if engine.reservations.clock is None else 0
         self._files = files
+        self._every = math.inf if files is None else files.every or math.inf
         self._in_memory: dict[str, Checkpoint] = {}
+        self._since: dict[str, float] = {}
         self._unwritten: dict[str, Checkpoint] = {}  # claimed no more: jobs that wait for their memory would wait for ever
         self._jobs: dict[str, str] = {}  # of the states on disk
         self._give_way = threading.Event()
@@ -43,16 +45,18 @@ class PausedStates:
         with self._left:
             yield self
             self._in_memory.clear()
+            self._since.clear()
             self._hold()
 
     def put(self, name: str, state: Checkpoint) -> None:
         """Keep a state. One that must be written and cannot be stays in memory, which a warning says."""
-        self._in_memory[name] = state
+        self._in_memory[name], self._since[name] = state, time.monotonic()
         if not self._hold():
             self._write(name)
 
     def take(self, name: str) -> Checkpoint:
         """Return a state, which is kept no longer. Raises CheckpointError, OSError."""
+        self._since.pop(name, None)
         if (state := self._in_memory.pop(name, None) or self._unwritten.pop(name, None)) is not None:
             self._hold()
             return state
@@ -65,6 +69,11 @@ class PausedStates:
         if self._give_way.is_set():
             self.write()
 
+    def write_old(self) -> None:
+        """Write a state that has been in memory as long as a job may go without a checkpoint, if the study survives."""
+        if self._since and time.monotonic() - min(self._since.values()) >= self._every:
+            self._write(min(self._since, key=self._since.__getitem__))
+
     def write(self, seconds: float = math.inf) -> None:
         """Write the states that are in memory, as far as so many seconds allow."""
         until = time.monotonic() + seconds
@@ -75,6 +84,7 @@ class PausedStates:
 
     def _write(self, name: str) -> None:
         state = self._in_memory.pop(name)
+        del self._since[name]
         try:
             self._folder().save(name, state, durable=False)
         except (OSError, CheckpointError) as error:

@@ -63,6 +63,15 @@ def value_of(study: Any, result: JobResult) -> Any:
     return values
 
 
+def best_of(study: Any) -> str:
+    """Return text with the best value and its trial; empty if there is none, or several objectives."""
+    if len(study.directions) > 1:
+        return ""
+    with contextlib.suppress(ValueError):
+        return f"best {study.best_value:.6g} (trial {study.best_trial.number})"
+    return ""
+
+
 KeepWeights = Literal["best", "all", "none"]
 
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import weakref
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from waterflow.executor.cancel import UserCode, doing
+from waterflow.executor.cancel import BREAK_OFF_SECONDS, STOP_SECONDS, UserCode, doing, stop_all
 from waterflow.executor.program.ownership import cancel_steps
 from waterflow.executor.stats import Account
 from waterflow.job import Job, JobResult
 from waterflow.study.optuna_compat import Trial, TrialState
 from waterflow.training.checkpoint import Checkpoint
 from waterflow.training.runner import JobRunner
+
+logger = logging.getLogger("waterflow")
+
+_REASON = "the deadline of the study has passed"
 
 
 def _closed() -> threading.Lock:
@@ -45,7 +50,7 @@ class Worker:
     stays: bool = False  # it cannot be paused
     unfinished: bool = False  # it is ended by the deadline or the timeout, and counts with its last report
     ends_since: float = 0.0  # seconds of the study at which it was to end
-    told_of: bool = False  # it does not end, and a warning has said so
+    ending: int = 0  # 1: it did not end in time, and is interrupted; 2: a warning has said so
     gate: threading.Lock = field(default_factory=_closed)  # where a loop waits while better trials run
     value: Any = None
     result: JobResult | None = None
@@ -53,6 +58,31 @@ class Worker:
     error: BaseException | None = None
     told: threading.Event = field(default_factory=threading.Event)
     steps: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # that its objective made
+
+    def end(self, now: float) -> None:
+        """End it at the deadline, which has passed: between two steps, and later wherever it is. Called again until it has ended.
+
+        ``now`` is in seconds of the study.
+        """
+        if not self.unfinished:
+            self.unfinished, self.ends_since = True, now
+            if self.runner is not None:
+                self.runner.end(_REASON)
+            else:
+                stop_all([self], _REASON)
+        late = now - self.ends_since
+        if late > STOP_SECONDS:  # a step takes long, or code of the user's
+            if self.ending == 0:
+                self.ending = 1
+                stop_all([self], _REASON)
+            self.break_off()
+        if late > STOP_SECONDS + BREAK_OFF_SECONDS and self.ending == 1:
+            self.ending = 2
+            logger.warning(
+                "trial %d does not end at the deadline: it is %s. waterflow waits for it; Ctrl-C ends everything",
+                self.trial.number,
+                self.code.where(),
+            )
 
     def stop(self, reason: str) -> None:
         """Cancel its job, or the steps of its loop, at the next boundary."""

@@ -95,9 +95,10 @@ class TrialOrder:
         """Return the trial that is to run now, or None. Raises StudyError if none is to, none is ``running``, and some could."""
         with self._lock:
             chosen = self._chosen(slots, new)
-            if not chosen and not running and (waiting := self._waiting()):
+            waiting = self._waiting()
+            if not chosen and not running and (new or waiting):
                 raise StudyError(
-                    f"{type(self._policy).__name__}.choose() chose none of {new} new trials and of trials {_numbers(waiting)}, which "
+                    f"{type(self._policy).__name__}.choose() chose none of {new} new trials and of trials [{_numbers(waiting)}], which "
                     "wait, while no trial runs: the study would wait for ever. Let it choose one of them"
                 )
             return chosen[0] if chosen else None
