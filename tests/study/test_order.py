@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import random
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -371,12 +372,24 @@ def test_a_deadline_ends_loops() -> None:
     assert all(trial.state.is_finished() for trial in study.trials)
 
 
+def test_a_deadline_interrupts_code_that_hangs() -> None:
+    def objective(trial: optuna.Trial) -> float:
+        while True:
+            time.sleep(0.001)
+
+    study = optuna.create_study()
+    done = wf.optimize(study, objective, deadline=0.5, max_concurrent=1)
+    assert [trial.state.name for trial in study.trials] == ["FAIL"] and done.states == {"fail": 1}
+
+
 def test_no_trial_begins_that_would_not_report_in_time() -> None:
     made = coordinator.StudyRunner.__new__(coordinator.StudyRunner)
-    made._deadline, made._to_first, made._history = 100.0, [], History(lambda: 0)
+    made._began, made._deadline, made._to_first = time.monotonic(), 1_000.0, []
     assert not made._too_late()
-    made._to_first = [99.99999, 120.0]
+    made._to_first = [1_000.0, 1_200.0]
     assert made._too_late()
+    made._deadline = None
+    assert not made._too_late()
 
 
 @pytest.mark.usefixtures("at_any_cost")
@@ -393,6 +406,7 @@ def test_paused_trials_count_with_their_last_report_behind_a_stop() -> None:
     assert len(study.trials) < 12 + 1
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an order may strike in a finalizer
 def test_loops_that_catch_everything_are_told_once() -> None:
     """One that stands aside at the end, and returns instead of raising, is told; so is one that was just to stand aside."""
 

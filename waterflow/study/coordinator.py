@@ -104,7 +104,7 @@ class StudyRunner:
         order: Policy | None = None,
         deadline: float | None = None,
     ) -> None:
-        self._history = History(lambda: engine.steps)
+        self._began, self._deadline = time.monotonic(), deadline
         self._study = study
         self._objective = objective
         self._engine = engine
@@ -116,9 +116,9 @@ class StudyRunner:
         self._trial_timeout = trial_timeout
         # An import that is interrupted on a trial's thread would leave a half-made module: do slow ones before.
         import_ahead()
+        self._history = History(lambda: engine.steps)
         self._run = run or StudyRun(study)
         self._order = TrialOrder(order or Fifo(), study.directions[0].name == "MAXIMIZE")
-        self._deadline = deadline
         self._timeout: float | None = None
         self._n_trials: int | None = None
         self._any_reports = False
@@ -235,9 +235,12 @@ class StudyRunner:
         return self._history.timeline(self._study.directions[0].name == "MAXIMIZE", steps, winner)
 
     def _goes_on(self) -> bool:
-        limits = [limit for limit in (self._timeout, self._deadline) if limit is not None]
-        over = bool(limits) and self._history.now >= min(limits)
-        return not (self._failure is not None or stopped(self._study) or over)
+        over = self._timeout is not None and self._history.now >= self._timeout
+        return not (self._failure is not None or stopped(self._study) or over or self._left() <= 0)
+
+    def _left(self) -> float:
+        """Return the seconds until the deadline."""
+        return math.inf if self._deadline is None else self._began + self._deadline - time.monotonic()
 
     def _wanted(self) -> bool:
         if self._n_trials is not None and self._run.begun >= self._n_trials:
@@ -249,7 +252,7 @@ class StudyRunner:
         if self._deadline is None:
             return False
         first = statistics.median(self._to_first) if self._to_first else 0.0
-        return self._history.now >= min(OPENING * self._deadline, self._deadline - first)
+        return self._left() <= max((1 - OPENING) * self._deadline, first)
 
     def _has_more(self) -> bool:
         if self._running or (self._failure is None and (self._again and (self._goes_on() or self._again[0].again))):
@@ -690,7 +693,7 @@ class StudyRunner:
         self, catch: tuple[type[Exception], ...], callbacks: Sequence[StudyCallback], progress: ProgressLine
     ) -> None:
         """End what runs at the deadline, and what stands aside when the study does not go on."""
-        late = self._deadline is not None and self._history.now >= self._deadline
+        late = self._left() <= 0
         for worker in [worker for worker in self._running.values() if late and worker.thread is not None]:
             worker.end(self._history.now)
         if not self._standing or self._goes_on() or (self._run.lasts and not late):

@@ -50,7 +50,9 @@ class Worker:
     stays: bool = False  # it cannot be paused
     unfinished: bool = False  # it is ended by the deadline or the timeout, and counts with its last report
     ends_since: float = 0.0  # seconds of the study at which it was to end
-    ending: int = 0  # 1: it did not end in time, and is interrupted; 2: a warning has said so
+    stopped: bool = False  # it did not end between two steps,
+    interrupted: bool = False  # nor by what it was doing,
+    told_of: bool = False  # and a warning has said so
     gate: threading.Lock = field(default_factory=_closed)  # where a loop waits while better trials run
     value: Any = None
     result: JobResult | None = None
@@ -72,12 +74,12 @@ class Worker:
                 stop_all([self], _REASON)
         late = now - self.ends_since
         if late > STOP_SECONDS:  # a step takes long, or code of the user's
-            if self.ending == 0:
-                self.ending = 1
+            if not self.stopped:
+                self.stopped = True
                 stop_all([self], _REASON)
-            self.break_off()
-        if late > STOP_SECONDS + BREAK_OFF_SECONDS and self.ending == 1:
-            self.ending = 2
+            self.interrupted = self.interrupted or self.code.break_off_user_code()
+        if late > STOP_SECONDS + BREAK_OFF_SECONDS and not self.told_of:
+            self.told_of = True
             logger.warning(
                 "trial %d does not end at the deadline: it is %s. waterflow waits for it; Ctrl-C ends everything",
                 self.trial.number,
