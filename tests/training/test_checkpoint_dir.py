@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -261,6 +262,28 @@ def test_one_call_at_a_time(tmp_path: Path) -> None:
     finally:
         done.set()
         thread.join(timeout=30)
+
+
+def test_a_fork_does_not_hold_the_folder(tmp_path: Path) -> None:
+    """A worker that loads data may live on for a moment: its process has the lock no more."""
+    read, write = os.pipe()
+    begun, begins = os.pipe()
+    with wf.Checkpoints(tmp_path).opened(()):
+        child = os.fork()
+        if child == 0:  # lives until the parent closes its end
+            os.close(write)
+            os.write(begins, b"1")
+            os.read(read, 1)
+            os._exit(0)
+    try:
+        os.read(begun, 1)
+        with wf.Checkpoints(tmp_path).opened(()):
+            pass
+    finally:
+        os.close(write)
+        os.waitpid(child, 0)
+        for end in (read, begun, begins):
+            os.close(end)
 
 
 @pytest.mark.needs_time("checkpoints are written by the clock")
