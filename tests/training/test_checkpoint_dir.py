@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -269,7 +270,8 @@ def test_a_fork_does_not_hold_the_folder(tmp_path: Path) -> None:
     read, write = os.pipe()
     begun, begins = os.pipe()
     with wf.Checkpoints(tmp_path).opened(()):
-        child = os.fork()
+        with warnings.catch_warnings(action="ignore"):  # of threads beside it, in newer versions of Python
+            child = os.fork()
         if child == 0:  # lives until the parent closes its end
             os.close(write)
             os.write(begins, b"1")
