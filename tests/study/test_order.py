@@ -340,10 +340,11 @@ def endless(trial: optuna.Trial) -> wf.Job:
 
 @pytest.mark.parametrize("order", ["fifo", "promising"])
 @pytest.mark.usefixtures("at_any_cost")
+@pytest.mark.needs_time("a deadline has to pass")
 def test_a_deadline(order: str) -> None:
     """Trials under way, and paused ones, count with their last report; the best one's weights are kept."""
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(0), pruner=optuna.pruners.NopPruner())
-    done = wf.optimize(study, endless, deadline=6.0, order=order, max_concurrent=2, lanes=2)
+    done = wf.optimize(study, endless, deadline=4.0, order=order, max_concurrent=2, lanes=2)
     reported = [trial for trial in study.trials if trial.intermediate_values]
     assert reported and all(trial.state == TrialState.COMPLETE for trial in reported)
     for trial in reported:
@@ -356,6 +357,7 @@ def test_a_deadline(order: str) -> None:
         assert done.pauses
 
 
+@pytest.mark.needs_time("a deadline has to pass")
 def test_a_deadline_ends_loops() -> None:
     def objective(trial: optuna.Trial) -> float:
         net = model()
@@ -372,6 +374,7 @@ def test_a_deadline_ends_loops() -> None:
     assert all(trial.state.is_finished() for trial in study.trials)
 
 
+@pytest.mark.needs_time("code that hangs is interrupted behind the deadline")
 def test_a_deadline_interrupts_code_that_hangs() -> None:
     def objective(trial: optuna.Trial) -> float:
         while True:
@@ -407,6 +410,7 @@ def test_paused_trials_count_with_their_last_report_behind_a_stop() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an order may strike in a finalizer
+@pytest.mark.needs_time("a deadline has to pass")
 def test_loops_that_catch_everything_are_told_once() -> None:
     """One that stands aside at the end, and returns instead of raising, is told; so is one that was just to stand aside."""
 
