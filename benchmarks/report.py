@@ -86,6 +86,25 @@ def ratio_of(slow: list[float], fast: list[float]) -> float:
     return median([s / f for s, f in zip(slow, fast)])
 
 
+def finish_parts(
+    name: str,
+    parser: argparse.ArgumentParser,
+    arguments: argparse.Namespace,
+    parts: dict[str, Callable[[], list[dict[str, Any]]]],
+) -> int:
+    """Run the parts that ``arguments.parts`` names, or all, and finish; rows of named ones are saved under their names."""
+    if unknown := {*arguments.parts} - parts.keys():
+        parser.error(f"no part {', '.join(sorted(unknown))}; parts are {', '.join(parts)}")
+    rows: list[dict[str, Any]] = []
+    for part in arguments.parts or parts:
+        began = time.monotonic()
+        rows += parts[part]()
+        print(f"{part}: {time.monotonic() - began:.0f} s", file=sys.stderr)
+    if arguments.save and arguments.parts:
+        arguments.save = RESULTS / f"{name}_{'_'.join(arguments.parts)}.json"
+    return finish(name, arguments, rows)
+
+
 def finish(
     name: str, arguments: argparse.Namespace, rows: list[dict[str, Any]], note: str = "",
     before: dict[str, list[dict[str, Any]]] | None = None,

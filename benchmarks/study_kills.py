@@ -597,20 +597,16 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(PARTS)}; all if none is named")
     parser.add_argument("--seed", type=int, default=0, help="of the points, and of the moments of death")
     arguments = parser.parse_args()
-    if unknown := set(arguments.parts) - set(PARTS):
-        parser.error(f"no part {', '.join(sorted(unknown))}; parts are {', '.join(PARTS)}")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     torch.set_num_threads(1)
     demo.digits()
-    rows: list[Row] = []
-    for name in arguments.parts or PARTS:
-        began = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="study-kills-") as folder:
-            rows += PARTS[name](Path(folder), arguments.seed)
-        print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
-    if arguments.save and arguments.parts:
-        arguments.save = report.RESULTS / f"study_kills_{'_'.join(arguments.parts)}.json"
-    return report.finish("study_kills", arguments, rows)
+    parts = {name: functools.partial(_in_folder, part, arguments.seed) for name, part in PARTS.items()}
+    return report.finish_parts("study_kills", parser, arguments, parts)
+
+
+def _in_folder(part: Callable[[Path, int], list[Row]], seed: int) -> list[Row]:
+    with tempfile.TemporaryDirectory(prefix="study-kills-") as folder:
+        return part(Path(folder), seed)
 
 
 if __name__ == "__main__":

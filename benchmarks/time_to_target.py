@@ -425,16 +425,8 @@ def main() -> int:
         space, way, seed, target, path = arguments.work
         work(space, way, int(seed), float(target), path)
         return 0
-    if unknown := {*arguments.parts} - PARTS.keys():
-        parser.error(f"no part {', '.join(sorted(unknown))}; parts are {', '.join(PARTS)}")
-    rows: list[Row] = []
-    for name in arguments.parts or PARTS:
-        began = time.monotonic()
-        rows += PARTS[name](arguments)
-        print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
-    if arguments.save and arguments.parts:
-        arguments.save = report.RESULTS / f"time_to_target_{'_'.join(arguments.parts)}.json"
-    return report.finish("time_to_target", arguments, rows)
+    parts = {name: functools.partial(part, arguments) for name, part in PARTS.items()}
+    return report.finish_parts("time_to_target", parser, arguments, parts)
 
 
 if __name__ == "__main__":

@@ -292,7 +292,7 @@ def test_loops_that_wait_give_way_to_hunger(monkeypatch: pytest.MonkeyPatch) -> 
         return 0.0
 
     monkeypatch.setattr(coordinator.StudyRunner, "_one_more_fits", lambda self: True)  # as if nobody knew what a trial needs
-    done = run(large, order="promising", memory="120MiB", keep_weights="none")[1]
+    done = run(large, order="promising", memory="90MiB", keep_weights="none")[1]
     assert done.states == {"complete": 4} and done.pauses
 
 

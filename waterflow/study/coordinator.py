@@ -220,19 +220,20 @@ class StudyRunner:
         for worker in waiting:
             self._run.leave(worker.trial)
 
-    def _steps_of(self, number: int) -> int:
-        return sum(int(account.get("steps", 0)) for account in self._engine.accounts if account.who == number)
-
-    def _timeline(self) -> StudyTimeline:
+    def _steps(self) -> Counter[int]:
+        """Return training steps by trial."""
         steps: Counter[int] = Counter()
         for account in self._engine.accounts:
             if isinstance(account.who, int):
                 steps[account.who] += int(account.get("steps", 0))
+        return steps
+
+    def _timeline(self) -> StudyTimeline:
         winner = None
         if len(self._study.directions) == 1:
             with contextlib.suppress(ValueError):
                 winner = self._study.best_trial.number
-        return self._history.timeline(self._study.directions[0].name == "MAXIMIZE", steps, winner)
+        return self._history.timeline(self._study.directions[0].name == "MAXIMIZE", self._steps(), winner)
 
     def _goes_on(self) -> bool:
         over = self._timeout is not None and self._history.now >= self._timeout
@@ -651,7 +652,7 @@ class StudyRunner:
             # Weights that are not kept must be freed now, not at the study's end.
             result = worker.result = worker.runner = None
         self._run.told(trial, self._results.with_weights())
-        if complete and self._order.pauses and not self._any_reports and self._steps_of(trial.number):
+        if complete and self._order.pauses and not self._any_reports and self._steps()[trial.number]:
             self._failure = self._failure or StudyError(
                 f"trial {trial.number} has ended without a report, and order= ranks trials by their reports: let the objective call "
                 "trial.report(value, epoch), or return a wf.Job, whose evaluations are reported; or leave order= out"
