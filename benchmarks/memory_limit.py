@@ -61,10 +61,10 @@ def private_bytes() -> int:
         return int(re.search(r"Private_Dirty:\s+(\d+) kB", file.read())[1]) * 1024  # type: ignore[index]
 
 
-class _Watch:
+class Watch:
     """Samples private memory on a thread, inside of its context; ``most`` is the most that was there above the start, in bytes."""
 
-    def __enter__(self) -> _Watch:
+    def __enter__(self) -> Watch:
         self._start, self.most = private_bytes(), 0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._sample)
@@ -100,7 +100,7 @@ def trained(name: str, limit: int, steps: int = STEPS) -> int:
     """Train under the limit; return the most private bytes above the start."""
     job = _job(name, steps)
     job.optimizer(job.model().parameters())  # so that libraries are there
-    with _Watch() as watch:
+    with Watch() as watch:
         wf.train([job], memory=limit)
     return watch.most
 

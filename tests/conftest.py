@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests import tiers
+from waterflow.executor.program.capture_budget import Horizon
 from waterflow.executor.program.capture_cache import captures
 
 os.environ.setdefault("WATERFLOW_AUDIT", "all")  # also of the processes that tests start
@@ -76,3 +77,9 @@ def no_captures():
 @pytest.fixture(autouse=True)
 def _quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR, logger="waterflow")
+
+
+@pytest.fixture(autouse=True)
+def captured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are captured at their first call, however short their jobs are. A module about short jobs replaces this fixture."""
+    monkeypatch.setattr(Horizon, "lasts", lambda horizon, pays_after: True)

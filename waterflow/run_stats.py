@@ -7,9 +7,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from waterflow.executor.engine import Engine
-from waterflow.executor.stats import AHEAD, BETWEEN, CALLS, JOBS_LOADING, LOADING, ROWS, ROWS_AHEAD, TENSORS, WHOLE, Account
+from waterflow.executor.stats import (
+    AHEAD,
+    BETWEEN,
+    CALLS,
+    JOBS_LOADING,
+    LOADING,
+    ROWS,
+    ROWS_AHEAD,
+    TENSORS,
+    WAITING,
+    WHOLE,
+    Account,
+)
 from waterflow.units import format_bytes
 
+ENOUGH_CAPTURES = 3  # of one job: a first call, one that accumulates, and one that updates
 MOST_CAUSES = 3  # causes of eager steps that are printed
 LOCK = "waiting for Python's lock"
 OWN = "your code between steps"
@@ -18,7 +31,7 @@ _MAKE_BATCHES = "make whole batches: wf.DataLoader(TensorDataset(...), batch_tra
 # steps hold their waits for Python's lock here.
 FIRST = {
     "eager steps": (0.2, "mend the causes above"),
-    "capturing": (0.25, "train longer with each kind of model and batch; fewer kinds, by padding and drop_last=True"),
+    "capturing": (0.25, "fewer kinds of batches, by padding and drop_last=True"),
     BETWEEN: (0.3, "Job(read_ahead=True), or one wf.SharedData for jobs that begin together"),
     ROWS_AHEAD: (0.3, _MAKE_BATCHES),
     TENSORS: (0.2, "wf.DataLoader in the place of torch's takes the rows of a batch at once"),
@@ -36,11 +49,12 @@ class RunStats:
     """Counts and times of all jobs of one call of ``optimize`` or ``train``.
 
     ``captured_again`` of the ``captures`` repeated one for the same kind of batch, because the step now computes with something
-    else. ``eager`` counts, by cause, the ``jobs`` with eager steps. ``shares`` divides the time of jobs or trials; steps
-    include their waits for lanes. What loads, and the code of objectives beside it and steps, is without its waits for Python's
-    lock. These are estimated from how near such code has come to computing all the time, and ``of_lock`` divides them. ``lines`` has
-    the line of the user's in which a part was seen most often. ``peak`` is the most bytes that jobs could hold at a time by their
-    claims, ``limit`` the engine's limit.
+    else. ``eager`` counts, by cause, the ``jobs`` with eager steps; ``short`` had nothing but ``waiting`` ones, of the
+    ``eager_steps``, whose capture was not expected to pay. Without ``many_kinds`` no job was captured more often than a step
+    needs. ``shares`` divides the time of jobs or trials; steps include their waits for lanes. What loads, and the code of
+    objectives beside it and steps, is without its waits for Python's lock. These are estimated from how near such code has come
+    to computing all the time, and ``of_lock`` divides them. ``lines`` has the line of the user's in which a part was seen most
+    often. ``peak`` is the most bytes that jobs could hold at a time by their claims, ``limit`` the engine's limit.
     """
 
     jobs: int
@@ -54,16 +68,21 @@ class RunStats:
     limit: int
     of_lock: Mapping[str, float] = field(default_factory=dict)
     lines: Mapping[str, str] = field(default_factory=dict)
+    waiting: int = 0
+    short: int = 0
+    many_kinds: bool = True
 
     @staticmethod
     def of(engine: Engine, seconds: float, first: int = 0, lines: Mapping[str, str] | None = None) -> RunStats:
         """Return the stats of ``engine`` in ``seconds``, from its accounts with index ``first`` on."""
         accounts = engine.accounts[first:]
         spent, computed = Account(""), Account("")
+        by_job = Counter[int | str]()
         for account in accounts:
             for total, part in ((spent, account), (computed, account.computed)):
                 for what, count in part.items():
                     total[what] += count
+            by_job[account.who] += int(account.get("captures", 0))
         shares, of_lock = _shares(spent, computed, seconds)
         return RunStats(
             # A job that was suspended and came back has an account for each of its Steps; it counts once.
@@ -78,6 +97,9 @@ class RunStats:
             limit=engine.limit,
             of_lock=of_lock,
             lines=lines or {},
+            waiting=int(spent[WAITING]),
+            many_kinds=max(by_job.values(), default=0) > ENOUGH_CAPTURES,
+            short=len({one.who for one in accounts if one.get(WAITING, 0) == one.get("steps", 0) > 0}),
         )
 
     def lines_for(self, jobs: str) -> list[str]:
@@ -87,17 +109,20 @@ class RunStats:
         told = [f"{self.steps:,} steps, {percent} % of them eager; {self.captures} captures{again}"]
         told += [f"  {count} of {self.jobs} {jobs} ran eagerly: {cause}" for cause, count in self.eager.most_common(MOST_CAUSES)]
         told += ["  and others for other causes"] * (len(self.eager) > MOST_CAUSES)
+        told += [f"  {self.short} of {self.jobs} {jobs} were too short to pay for a capture"] * (self.short > 0)
         parts = Counter[str]()
         for what, share in self.shares.items():
             parts["loading" if what in (*JOBS_LOADING, *LOADING) else what] += share  # type: ignore[assignment]
         told.append(f"time: {', '.join(f'{100 * part:.0f} % {what}' for what, part in parts.most_common() if part >= 0.005)}")
         told.append(f"memory: at most {format_bytes(self.peak)} of {format_bytes(self.limit)} claimed")
-        return told + self._first(percent)
+        return told + self._first()
 
-    def _first(self, percent: int) -> list[str]:
+    def _first(self) -> list[str]:
         shares = {what: self.shares.get(what, 0.0) + self.of_lock.get(what, 0.0) for what in FIRST}
         # The time of eager steps is not measured apart: it is estimated by their share of the steps.
-        shares["eager steps"] = percent / 100 * self.shares.get("steps", 0.0)
+        shares["eager steps"] = (self.eager_steps - self.waiting) / max(1, self.steps) * self.shares.get("steps", 0.0)
+        if not self.many_kinds:
+            shares["capturing"] = 0.0
         # Advise on the one part that is furthest above its threshold; a list of advice would not be read.
         what = max(FIRST, key=lambda what: shares[what] - FIRST[what][0])
         if shares[what] < FIRST[what][0]:

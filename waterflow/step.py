@@ -26,7 +26,8 @@ from waterflow.executor.engine import EagerWork, Engine, current_engine, current
 from waterflow.executor.memory_limit import parse_recompute
 from waterflow.executor.program import beside, eager, ownership
 from waterflow.executor.program.bound_step import BoundStep, BoundSteps
-from waterflow.executor.program.capture_cache import CaptureBudget, NewKind, PlannedStep, storage_bytes
+from waterflow.executor.program.capture_budget import CaptureBudget, Horizon, NewKind
+from waterflow.executor.program.capture_cache import PlannedStep, storage_bytes
 from waterflow.executor.program.eager import wants_model
 from waterflow.executor.program.ownership import Hold, holders, made_here
 from waterflow.executor.program.reserve_step import StepClaims
@@ -180,6 +181,9 @@ def check_device(name: str, model: torch.device, engine: Engine | None) -> None:
         )
 
 
+# A step whose state and batch may take more than this share of the memory is captured at once. The state: weights, gradients, and
+# two moments.
+LARGE_SHARE, WEIGHT_COPIES = 0.25, 4
 Batch = Any  # tensors, and tuples, lists or dicts of them
 LossFunction = Callable[..., torch.Tensor]
 StepFunction = Callable[[nn.Module, Batch], Any]
@@ -194,9 +198,9 @@ class Step:
     afterwards: do not call ``loss.backward()``, ``optimizer.step()`` or a GradScaler beside a step (see ``clip_grad_norm``). Batches are
     brought to the GPU on which the model is.
 
-    The step is captured at the first call with a batch of a new shape; steps of equal models share captures. SGD, Adam and AdamW run
-    in their fused form unless made with ``fused=False`` or ``foreach=``. A step that cannot be captured runs eagerly; then
-    ``opaque_reason`` says why.
+    The step is captured at the first call with a batch of a new shape, in a study or a job once that is expected to pay; until then it
+    runs eagerly, with the same bits. Steps of equal models share captures. SGD, Adam and AdamW run in their fused form unless made
+    with ``fused=False`` or ``foreach=``. A step that cannot be captured runs eagerly; then ``opaque_reason`` says why.
 
     Inside an engine (``waterflow.optimize``, ``waterflow.train``) the step runs on one of its lanes, beside other jobs. Outside it
     runs alone, on the calling thread. Not thread-safe: one thread calls a step at a time.
@@ -302,9 +306,13 @@ class Step:
         # In a deterministic study what a job claims follows from its own steps, not from a neighbour's profile.
         ordered = self.engine is not None and self.engine.reservations.clock is not None
         self.recompute = parse_recompute(recompute)
-        budget = CaptureBudget((lambda: self.steps) if ordered else None)
-        budget.account = self.account
-        forms = (self.recompute, self.engine is None or self.engine.exact, budget)
+        # With exact=False the bits of an eager step are others.
+        exact = self.engine is None or self.engine.exact
+        horizon = None
+        if self.engine is not None and exact and not ordered and self.recompute is None and self._spec.shards == 1:
+            horizon = Horizon(self.account, (self.account.who, self.name), self.engine.lengths, self.engine.kinds)
+        self._budget = CaptureBudget(ordered, horizon, self.account)
+        forms = (self.recompute, exact, self._budget)
         self._bound_steps = BoundSteps(self._spec, generator, threads, type(model).__name__, ordered, self._hold, *forms)
         self._under_way: deque[StepFuture] = deque()
         self._micro = 0
@@ -321,6 +329,8 @@ class Step:
             self.engine.accounts.append(self.account)
             # A user's own loop may drop a step without close(): its memory must come back to the engine.
             self._finalizer = weakref.finalize(self, self.engine.remove_job, self.job)
+            lengths, whose = self.engine.lengths, (self.account.who, self.name)
+            self._ends = weakref.finalize(self, lengths.ended, whose, self.account) if lengths is not None else lambda: None
             made_here.add(self)
 
     # -- what a caller sees
@@ -372,10 +382,12 @@ class Step:
 
         Inside a step that the engine runs, this one included, it does not wait for running steps.
         """
+        self._budget.horizon = None  # which may know its job
         self._closed = True
         ownership.discard(self.optimizer)
         if self.engine is not None:
             self._finalizer()
+            self._ends()
             self._release()
         made_here.discard(self)
         self._bound_steps.clear()
@@ -389,6 +401,11 @@ class Step:
         if self.opaque_reason is None:
             wanted = self._bound_steps.least_plan(wanted, quota, self.batches_ahead)
         return wanted or self.plan
+
+    def expect(self, steps_left: Callable[[], int | None]) -> None:
+        """Let ``steps_left()`` tell how many steps are to come, None if nobody knows: a capture is made if they pay for it."""
+        if self._budget.horizon is not None:
+            self._budget.horizon.left = steps_left
 
     def hold_batches(self, count: int) -> None:
         """Reserve memory for ``count`` batches from the next call on: steps are submitted before results are read."""
@@ -432,6 +449,8 @@ class Step:
         refused = done = None
         try:
             leaves, batch_spec, key = flatten(batch, self._takes_arrays)
+            if self._budget.horizon is not None and not self._may_wait(leaves):
+                self._budget.horizon = None
             bound_step = self._bound_steps.find(leaves, batch_spec, key, update)
             given = batch
             if own is not None and bound_step.captured.changed_leaves:
@@ -448,6 +467,18 @@ class Step:
         if done is not None:
             return self._hand_in_captured(*done, bound_step, bound_step.plans.plan, update)
         return self._submit_captured(bound_step, leaves, batch_spec, update, by_caller)
+
+    def _may_wait(self, leaves: list[Any]) -> bool:
+        # An eager step has no plan: the first one runs with all the memory that is left, and none can be brought below its need.
+        assert self.engine is not None and self.job is not None
+        claims = self.engine.reservations
+        policy = claims.policy_of(self.job)
+        if policy.opportunistic or policy.quota is not None:
+            return False
+        if self._last_plan is not None:
+            return True
+        weights = storage_bytes(self._spec.model.parameters())
+        return LARGE_SHARE * claims.room > WEIGHT_COPIES * weights + storage_bytes([*self._spec.model.buffers(), *leaves])
 
     def _flat(self, batch: Batch) -> tuple[list[Any], pytree.TreeSpec | None, Hashable]:
         there = brought(batch, self._spec.device, self._takes_arrays) if self._on_gpu else batch
@@ -492,6 +523,8 @@ class Step:
         return self._hand_in_captured(run, profiled, bound_step, planned.plan, update)
 
     def _hand_in_captured(self, run: _C.StepRun, profiled: bool, bound_step: BoundStep, plan: Plan, update: bool) -> StepFuture:
+        if self.engine is not None and self.job is not None:
+            self.engine.runs_eagerly(self.job, False)
         first = self._bound_steps.begin_update(bound_step) if update else {}
         future = StepFuture(
             self.engine,
@@ -633,18 +666,23 @@ class Step:
         self.opaque_reason = str(error)
         self._tell_eager(error, self._told)
         self._bound_steps.clear()
-        if (
-            self.engine is not None and self.job is not None and not has_limit()
-        ):  # a job with a time limit may hang, and would block the lane
-            self.engine.runs_eagerly(self.job)
+        self._begins_on_one_lane()
+
+    def _begins_on_one_lane(self) -> None:
+        # A job with a time limit may hang, and would block the lane.
+        if self.engine is not None and self.job is not None and not has_limit():
+            self.engine.runs_eagerly(self.job, True)
 
     def _submit_opaque(
         self, batch: Batch, own: OwnBatches | None, update: bool, refused: CaptureError | None = None
     ) -> StepFuture | Done:
         new_kind = isinstance(refused, NewKind)
         self._will_write(name for name, _ in self._spec.model.named_buffers())
-        if isinstance(refused, NewKind) and str(refused):
-            self._tell_eager(refused, self._told)
+        if isinstance(refused, NewKind):
+            if str(refused):
+                self._tell_eager(refused, self._told)
+            elif not self._budget.captured:
+                self._begins_on_one_lane()
         if own is None and (refused is None or new_kind) and self._is_ordinary(batch):
             return Done(self._eagerly(batch, update, new_kind))
         given = self._as_taken(batch)

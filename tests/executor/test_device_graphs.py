@@ -21,7 +21,7 @@ import waterflow as wf
 from tests.allocator.fake_cuda import FakeCuda
 from waterflow import _C
 from waterflow.executor import engine as engines
-from waterflow.executor.program import capture_cache
+from waterflow.executor.program import capture_budget
 
 STEPS = 10
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -351,7 +351,7 @@ def test_closing_the_engine_frees_them_while_steps_live_on(fake: FakeCuda) -> No
 
 
 def test_few_bindings_of_a_job_have_graphs_at_once(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture_cache, "FREE_CAPTURES", 100)
+    monkeypatch.setattr(capture_budget, "FREE_CAPTURES", 100)
     with wf.Engine(memory="512MiB", lanes=1) as engine:
         step = make_step(engine)
         for size in range(4, 16):

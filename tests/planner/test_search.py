@@ -12,7 +12,7 @@ from torch import nn
 
 import waterflow as wf
 from benchmarks.copies import limit_for, lossless_for
-from waterflow.executor.program import capture_cache
+from waterflow.executor.program import capture_budget
 from waterflow.planner.gpus import gpu
 from waterflow.planner.search import largest_batch, largest_mix, run_copies, search_sizes
 from waterflow.planner.simulate import Clock
@@ -160,7 +160,7 @@ def test_an_answer_costs_a_few_captures(copies: int) -> None:
 
 
 def test_a_search_captures_more_sizes_than_a_job_in_training_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture_cache, "FREE_CAPTURES", 2)
+    monkeypatch.setattr(capture_budget, "FREE_CAPTURES", 2)
     sizes = sizes_of()
     largest_batch(sizes, memory=300_000)
     assert sizes.captures > 2

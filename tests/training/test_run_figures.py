@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 import waterflow as wf
-from waterflow.executor.program import capture_cache
+from waterflow.executor.program import capture_budget
 from waterflow.executor.program.capture_cache import captures
 from waterflow.executor.stats import JOBS_LOADING, LOADING
 from waterflow.run_stats import FIRST, LOCK, MOST_CAUSES, OWN, RunStats
@@ -81,7 +81,7 @@ def test_a_study_that_trains_nothing_is_told(caplog: pytest.LogCaptureFixture) -
 
 
 def test_kinds_of_batches_that_run_eagerly_are_a_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture_cache, "FREE_CAPTURES", 1)
+    monkeypatch.setattr(capture_budget, "FREE_CAPTURES", 1)
     captures.clear()
     batches = [(torch.randn(rows, 3), torch.randint(2, (rows,))) for rows in (2, 3, 4)]
     job = {"loss": F.cross_entropy, "data": batches, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}

@@ -25,6 +25,7 @@ from waterflow.executor.engine import Engine
 from waterflow.executor.memory_limit import free_memory
 from waterflow.executor.program.binding import Owner, bind
 from waterflow.executor.program.bound_step import BoundStep
+from waterflow.executor.program.capture_budget import costs
 from waterflow.executor.program.capture_cache import Audited, CapturedStep, Code, Faulty, codes, line_of
 from waterflow.executor.program.eager import EagerStep
 from waterflow.partition.capture.optimizers import FIRST_STEP_FLAG
@@ -90,6 +91,7 @@ class BothWays:
     keep: bool = False
     profiled: bool = False
     done: _C.StepRun | None = field(default=None, init=False)
+    seconds: dict[str, float] = field(default_factory=dict, init=False)  # of the processor, that each way took last
 
     def __post_init__(self) -> None:
         spec = self.owner.spec
@@ -220,7 +222,8 @@ class BothWays:
         try:
             versions = self._versions()
             run = self.binding.run(all_of_it, self.given, self.slots, self.profiled)
-            run.run_alone()
+            with self._timed("captured"):
+                run.run_alone()
         finally:
             self.binding.set_generator(self.generator)
         try:
@@ -229,6 +232,12 @@ class BothWays:
             raise ProvesNothing(f"the captured step fails: {error}") from None
         tensors = dict(zip(("the loss", *map(_metric, self.captured.capture.metrics or ())), outputs))
         return run, _Outcome(tensors, self._numbers.get_state(), self._since(versions))
+
+    @contextlib.contextmanager
+    def _timed(self, way: str) -> Iterator[None]:
+        began = time.thread_time()
+        yield
+        self.seconds[way] = time.thread_time() - began
 
     def _versions(self) -> dict[str, int]:
         # Of all that the step reads. Each change in place counts one more, whoever makes it.
@@ -248,7 +257,8 @@ class BothWays:
         with _gradients_kept([*self.owner.tensors.values(), *self.owner.fingerprint.external_tensors]):
             with _modules_kept(spec.model) as replaced:
                 try:
-                    result = self._eager(self.batch, spec.update, self.surrounding)
+                    with self._timed("eager"):
+                        result = self._eager(self.batch, spec.update, self.surrounding)
                 except (WaterflowError, MemoryError, torch.OutOfMemoryError):
                     raise
                 except Exception as error:
@@ -545,6 +555,8 @@ class Audit:
             self.seconds += time.perf_counter() - start
         if found is None:
             self.passed += 1
+            captured = None if ways.profiled else ways.seconds["captured"]  # with a profile it takes longer
+            costs.add(bound_step.plain.seconds, ways.seconds["eager"], captured)
             return None if ways.done is None else (ways.done, ways.profiled)
         if codes.end(bound_step.code, str(found)):
             logger.error(_report(self._name, bound_step, found))

@@ -23,6 +23,7 @@ from waterflow.executor.cores import usable_cores
 from waterflow.executor.interference import InterferenceController, Starvation
 from waterflow.executor.memory_limit import free_memory, more_than_free, parse_limit, parse_memory, reserve_of
 from waterflow.executor.policy import ResourcePolicy, parse_quota
+from waterflow.executor.program.capture_budget import TrialLengths
 from waterflow.executor.reservations import Reservations, too_large
 from waterflow.executor.stats import Account, EngineStats
 from waterflow.executor.tuning import WINDOW_SECONDS, Decision, InPython, LanesInUse
@@ -208,6 +209,8 @@ class Engine:
         self.interference: InterferenceController | None = None  # once there is an opportunistic job
         self._lanes_in_use: LanesInUse | None = None
         self._eager_jobs: set[int] = set()
+        self.kinds: Counter[int] = Counter()  # eager steps of kinds that are not captured
+        self.lengths: TrialLengths | None = None  # of its study
         self._in_python, self._look_at_python = InPython(), 0.0
         self.told: Counter[str] = Counter()  # steps that run eagerly, by the cause; each cause is logged once
         self.accounts: list[Account] = []  # of all steps, jobs and trials that this engine has had
@@ -368,9 +371,11 @@ class Engine:
         """The number of lanes that take steps now."""
         return self.lanes if self._lanes_in_use is None else self._lanes_in_use.count
 
-    def runs_eagerly(self, job: int) -> None:
-        """Note that the job's steps are not captured from now on; where most jobs are such, they begin on one lane."""
-        self._eager_jobs.add(job)
+    def runs_eagerly(self, job: int, eagerly: bool) -> None:
+        """Note whether the job's steps run eagerly from now on; where most jobs' do, they begin on one lane."""
+        if (job in self._eager_jobs) is eagerly:
+            return
+        (self._eager_jobs.add if eagerly else self._eager_jobs.discard)(job)
         if self._lanes_in_use is not None and self.interference is None:
             self._begin_lanes()
 

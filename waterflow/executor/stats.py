@@ -17,6 +17,7 @@ _END: Any = object()
 LOADING = TENSORS, AT_ONCE, ROWS, WHOLE = "loading tensors", "loading at once", "loading rows", "loading batches"
 # What jobs take: batches between their steps; while steps run, rows that a data set of the user's makes, or else.
 JOBS_LOADING = BETWEEN, ROWS_AHEAD, AHEAD = "loading", "loading rows ahead", "loading ahead"
+WAITING = "waiting for a capture"  # eager steps whose capture is not expected to pay, or not yet
 CALLS, BETWEEN_CALLS = "calls", "between calls"  # of a Step or of evaluate(), by a loop of the user's own
 
 
@@ -30,8 +31,9 @@ _this = _Thread()
 class Account(defaultdict[str, float]):
     """Counts and seconds of one step, job or trial. One thread writes it; an engine keeps it after the step has ended.
 
-    The counts are ``steps``, ``eager steps``, ``captures``, and ``captures anew``: captures for a kind of batch that had been
-    captured before. All other entries are seconds of the thread, by what it did; ``computed`` has its processor's seconds in them.
+    The counts are ``steps``, ``eager steps``, those ``waiting for a capture``, ``captures``, and ``captures anew``: captures for a
+    kind of batch that had been captured before. All other entries are seconds of the thread, by what it did; ``computed`` has its
+    processor's seconds in them.
     """
 
     def __init__(self, who: int | str) -> None:

@@ -12,6 +12,7 @@ import optuna
 
 from waterflow.errors import AuditError, InvalidJobError, JobTimeoutError, StudyError, explained
 from waterflow.executor.engine import Engine
+from waterflow.executor.program.capture_budget import TrialLengths
 from waterflow.executor.timeline import Timeline
 from waterflow.job import Job, why_no_limit
 from waterflow.study.cluster_trials import TrialDevices, spread
@@ -179,6 +180,7 @@ def optimize(
     with contextlib.ExitStack() as stack:
         run = StudyRun(study) if checkpoint is None else stack.enter_context(LastingRun(study, checkpoint).opened())
         engine = stack.enter_context(Engine(device, memory, lanes, threads_per_lane, exact=exact, mode=mode))
+        engine.lengths = TrialLengths()
         stack.enter_context(engine.reservations.retain_pages())
         if timeline is not None:
             engine.native.record_spans(True)

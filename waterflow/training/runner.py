@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from waterflow.errors import CheckpointError, InvalidJobError, JobCancelled
 from waterflow.executor.cancel import UserCode, let_go, limited, time_does_not_count
@@ -107,6 +108,7 @@ class JobRunner:
         self._losses: list[float] = []
         self._metrics: list[Metrics] = []
         self._epoch = self._epoch_began = 0  # epochs done, and the steps before
+        self._length: int | None = None  # of the data, in batches
         self._batches: Batches | Reader | None = None
         self._memory: DataMemory | None = None
         self._thread: int | None = None
@@ -311,9 +313,20 @@ class JobRunner:
             step = step_of(self.job, model, optimizer, self._numbers[-1], self.engine, self._seed)
         assert self._batches is not None
         step.own_batches = self._batches.own
+        step.expect(self._steps_left)
         self.lease.enter(step)
         with self._lock:
             self.step = step
+
+    def _steps_left(self) -> int | None:
+        assert self._batches is not None
+        source = self._batches.source
+        # Asked for its length, a loader of an IterableDataset warns of other lengths.
+        if self._length is None and not isinstance(getattr(source, "dataset", None), IterableDataset):
+            with contextlib.suppress(Exception):  # the user's
+                self._length = len(source)
+        length = self._epoch_began / self._epoch if self._epoch else self._length
+        return None if length is None else int(self.job.epochs * length) - self.begun
 
     # -- between two steps
 

@@ -1,4 +1,4 @@
-"""Batches of ever new kinds: captures take a share of a job's time, and the rest runs eagerly, with the same bits."""
+"""Batches of ever new kinds: those are captured that come back, and the rest runs eagerly, with the same bits."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import waterflow as wf
-from waterflow.executor.program import bound_step, capture_cache
-from waterflow.executor.program.capture_cache import CaptureBudget, NewKind, captures
+from waterflow.executor.program import bound_step, capture_budget
+from waterflow.executor.program.capture_budget import CaptureBudget, CaptureCosts, NewKind
+from waterflow.executor.program.capture_cache import captures
 from waterflow.partition.guards.cache_key import Fingerprint
 from waterflow.partition.guards.step_key import structure_key, what_changed
 
@@ -44,9 +45,14 @@ def trained(make: Callable[[Any], torch.optim.Optimizer], **options: Any) -> tup
 def few(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Two captures, and no more."""
     captures.clear()
-    monkeypatch.setattr(capture_cache, "FREE_CAPTURES", 2)
-    monkeypatch.setattr(capture_cache, "MOST_OF_TIME", 0.0)
+    monkeypatch.setattr(capture_budget, "FREE_CAPTURES", 2)
+    pay_after(monkeypatch, float("inf"))
     return monkeypatch
+
+
+def pay_after(monkeypatch: pytest.MonkeyPatch, steps: float) -> None:
+    monkeypatch.setattr(CaptureCosts, "pays_after", steps)
+    monkeypatch.setattr(capture_budget, "PAYS_AFTER", steps)  # in a deterministic study
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -57,7 +63,7 @@ def test_what_runs_eagerly_has_the_bits_of_its_capture(
     few: pytest.MonkeyPatch, make: Callable[[Any], torch.optim.Optimizer], accumulate: int
 ) -> None:
     bounded, losses, parameters = trained(make, accumulate=accumulate)
-    few.setattr(capture_cache, "FREE_CAPTURES", 100)
+    few.setattr(capture_budget, "FREE_CAPTURES", 100)
     free, same_losses, same_parameters = trained(make, accumulate=accumulate)
     assert bounded.eager_steps > 0 and free.eager_steps == 0 and bounded.opaque_reason is None
     assert losses == same_losses and all(map(torch.equal, parameters, same_parameters))
@@ -135,22 +141,22 @@ STANDS = [0.0] * 2 + [0.1] * 2 + [0.2] * 3 + [0.3] * 6
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_what_changes_is_captured_again_once_it_stands_still(few: pytest.MonkeyPatch, accumulate: int) -> None:
-    few.setattr(capture_cache, "FREE_CAPTURES", 3)
-    few.setattr(capture_cache, "MOST_OF_TIME", float("inf"))
+    few.setattr(capture_budget, "FREE_CAPTURES", 3)
+    pay_after(few, 1)
     step, losses, eager = annealed(STANDS, accumulate)
     assert step.opaque_reason is None and eager and STANDS[eager[-1]] == 0.3 and eager[-1] < len(STANDS) - 2
-    few.setattr(capture_cache, "FREE_CAPTURES", 100)
+    few.setattr(capture_budget, "FREE_CAPTURES", 100)
     _, same, none = annealed(STANDS, accumulate)
     assert none == [] and losses == same
 
 
-def test_one_that_stands_still_waits_for_its_share_of_the_time(few: pytest.MonkeyPatch) -> None:
+def test_one_that_stands_still_is_not_captured_before_that_would_have_paid(few: pytest.MonkeyPatch) -> None:
     step, _, eager = annealed(STANDS)
     assert eager == [number for number, beta in enumerate(STANDS) if beta > 0.1] and step.opaque_reason is None
 
 
 def test_in_a_deterministic_study_steps_decide_when_what_changed_is_captured(few: pytest.MonkeyPatch) -> None:
-    few.setattr(capture_cache, "STEPS_PER_CAPTURE", 5)
+    few.setattr(capture_budget, "PAYS_AFTER", 3)
 
     def objective(trial: optuna.Trial) -> float:
         trial.set_user_attr("eager", annealed(STANDS)[2])
@@ -158,7 +164,7 @@ def test_in_a_deterministic_study_steps_decide_when_what_changed_is_captured(few
 
     study = optuna.create_study()
     wf.optimize(study, objective, n_trials=3, deterministic=True, max_concurrent=2)
-    assert [trial.user_attrs["eager"] for trial in study.trials] == [[4, 7, 8, 9]] * 3
+    assert [trial.user_attrs["eager"] for trial in study.trials] == [[4, 5, 6, 7, 8, 9]] * 3
 
 
 def test_what_never_stands_still_is_looked_at_ever_more_rarely(few: pytest.MonkeyPatch) -> None:
@@ -201,41 +207,34 @@ def test_changes_are_found_by_their_names() -> None:
         assert what_changed(before, key()) == told
 
 
-def spent(budget: CaptureBudget, now: list[float]) -> None:
-    for kind in range(capture_cache.FREE_CAPTURES):
-        budget.check(kind, lambda: (1,))
+def spent() -> CaptureBudget:
+    """A job that has captured as many kinds as are free."""
+    budget = CaptureBudget()
+    for kind in range(capture_budget.FREE_CAPTURES):
+        budget.count(kind, lambda known: False, lambda: (1,))
+        budget.check(kind, kind, lambda: (1,))
         with budget.spending():
-            now[0] += 1.0
-        budget.add_kind()
+            budget.add_kind()
+    return budget
 
 
-def test_captures_of_kinds_that_come_back_take_a_tenth_of_the_time() -> None:
-    now = [0.0]
-    budget = CaptureBudget(now=lambda: now[0])
-    spent(budget, now)
-    now[0] = 90.0  # 8 of 90 seconds, and the next one makes 9
-    with pytest.raises(NewKind):
-        budget.check("new", lambda: (1,))
-    budget.check("new", lambda: (1,))
-    now[0] = 89.0
-    with pytest.raises(NewKind):
-        budget.check("new", lambda: (1,))
+def refused(budget: CaptureBudget, kind: Any) -> bool:
+    try:
+        budget.count(kind, lambda known: False, lambda: (1,))
+    except NewKind:
+        return True
+    return False
 
 
-def test_in_a_deterministic_study_steps_decide() -> None:
-    steps = 0
-    budget = CaptureBudget(lambda: steps)
-    spent(budget, [0.0])
-    for _ in range(2):
-        with pytest.raises(NewKind):
-            budget.check("new", lambda: (1,))
-    steps = capture_cache.STEPS_PER_CAPTURE
-    budget.check("new", lambda: (1,))
+def test_kinds_that_come_back_are_captured_once_that_would_have_paid(monkeypatch: pytest.MonkeyPatch) -> None:
+    pay_after(monkeypatch, 3)
+    budget = spent()
+    assert [refused(budget, "new") for _ in range(5)] == [True] * 3 + [False] * 2
+    assert refused(budget, "other")
 
 
 def test_in_a_deterministic_study_captures_of_other_jobs_are_no_reason(few: pytest.MonkeyPatch) -> None:
     """What a job captures follows from its own steps, whoever was there before."""
-    few.setattr(capture_cache, "STEPS_PER_CAPTURE", 10**6)
 
     def objective(trial: optuna.Trial) -> float:
         step, *_ = trained(lambda p: torch.optim.AdamW(p, lr=1e-2))
@@ -248,10 +247,8 @@ def test_in_a_deterministic_study_captures_of_other_jobs_are_no_reason(few: pyte
 
 
 def test_kinds_that_never_come_back_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture_cache, "KINDS_REMEMBERED", 3)
-    budget = CaptureBudget(lambda: 10**6)
-    spent(budget, [0.0])
-    for kind in "abcda":
-        with pytest.raises(NewKind):
-            budget.check(kind, lambda: (1,))
-    budget.check("a", lambda: (1,))
+    monkeypatch.setattr(capture_budget, "KINDS_REMEMBERED", 3)
+    pay_after(monkeypatch, 1)
+    budget = spent()
+    assert all(refused(budget, kind) for kind in "abcda")
+    assert not refused(budget, "a")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -45,3 +48,28 @@ def test_a_capture_that_is_larger_than_the_limit_is_kept(monkeypatch: pytest.Mon
     for rows in (3, 3, 4, 4, 3):
         train(cache, rows)
     assert cache.captures == 3
+
+
+def test_of_those_never_found_again_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = CaptureCache(most_new=2)
+    monkeypatch.setattr(bound_step, "captures", cache)
+    for rows in (3, 4, 3, 5, 6, 7):  # three was found again; five is the oldest of the others behind four
+        train(cache, rows)
+    assert cache.captures == 5
+    for rows, captures in ((3, 5), (6, 5), (7, 5), (4, 6)):
+        train(cache, rows)
+        assert cache.captures == captures
+
+
+def test_a_capture_that_goes_leaves_nothing_to_the_garbage_collector(no_captures: CaptureCache) -> None:
+    train(no_captures, 3)
+    (entry,) = no_captures._entries.values()
+    nodes = [weakref.ref(node) for node in entry.capture.graph.nodes]  # type: ignore[union-attr]
+    del entry
+    gc.collect()
+    gc.disable()
+    try:
+        no_captures.clear()
+        assert not any(one() for one in nodes)
+    finally:
+        gc.enable()

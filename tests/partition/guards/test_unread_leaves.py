@@ -507,8 +507,7 @@ def test_a_trace_that_is_broken_off_leaves_nothing() -> None:
 
 
 def test_unread_names_are_not_blamed(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, no_captures: Any) -> None:
-    monkeypatch.setattr("waterflow.executor.program.capture_cache.FREE_CAPTURES", 2)
-    monkeypatch.setattr("waterflow.executor.program.capture_cache.MOST_OF_TIME", 0.0)
+    monkeypatch.setattr("waterflow.executor.program.capture_budget.FREE_CAPTURES", 2)
     given = batches(6, new=True)
     for number, batch in enumerate(given):
         batch["lam"] = 0.5 + number

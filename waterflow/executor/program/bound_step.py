@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,17 +23,17 @@ from waterflow.executor.cancel import doing
 from waterflow.executor.data.copies import Ranges, copies_of
 from waterflow.executor.program import ownership
 from waterflow.executor.program.binding import Owner, bind
+from waterflow.executor.program.capture_budget import CaptureBudget, NewKind
 from waterflow.executor.program.capture_cache import (
-    CaptureBudget,
     CapturedStep,
     ChangedMeanwhile,
     Code,
-    NewKind,
     StepPlans,
     assemble,
     build,
     captures,
     codes,
+    owning,
 )
 from waterflow.executor.program.ownership import Hold, holders
 from waterflow.partition.capture.fake_rules import surprises
@@ -346,7 +347,7 @@ def _offloading(captured: CapturedStep, table: StorageTable, chosen: Offloading)
 
 
 def _assembled(captured: CapturedStep, capture: Capture) -> CapturedStep:
-    return assemble(capture, captured.predicted.name, captured.keep, captured.exact)
+    return owning(assemble(capture, captured.predicted.name, captured.keep, captured.exact))
 
 
 def placed_height(captured: CapturedStep) -> int:
@@ -394,6 +395,13 @@ def _state_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             else:
                 del optimizer.state[parameter]
         raise
+
+
+def _described(key: Key, leaves: list[Any], batch_spec: pytree.TreeSpec | None) -> Any:
+    # The batch, with None for leaves that are no part of its kind.
+    free = free_places(leaves, batch_spec, key[4])
+    read = [None if n in free else leaf for n, leaf in enumerate(leaves)]
+    return tuple(read) if batch_spec is None else pytree.tree_unflatten(read, batch_spec)
 
 
 def _kind_of(structure: Hashable, key: Key) -> int:
@@ -466,8 +474,8 @@ class BoundSteps:
                 changing = self._changing.get(key)
                 if changing is not None and changing.rests():
                     self._budget.check_change(changing.kind, changing.changes)
-                if key not in self._kinds and (self._budget.own or not captures.know(key)):
-                    self._check_budget(key, leaves, batch_spec)
+                if key not in self._kinds:
+                    self._budget.count(key, partial(self._elsewhere, key), partial(_described, key, leaves, batch_spec))
                 with as_refusal():
                     bound_step = self._make(key, leaves, batch_spec)
             bound_step.code.check()
@@ -478,6 +486,9 @@ class BoundSteps:
         gathered = self._gathered if update else frozenset()
         base: Key = (batch_key, update, ambient_key(self._spec.device.type), gathered, ())
         return self._answering(base, leaves, batch_spec, at)
+
+    def _elsewhere(self, key: Key, kind: int | None) -> bool:
+        return not self._budget.own and (captures.know(key) if kind is None else captures.have(kind))
 
     def _check_nodes(self, owner: Owner) -> None:
         registered = node_hooks.Registered.last
@@ -505,14 +516,6 @@ class BoundSteps:
             if answers == key[4]:
                 return found
             base = (*key[:4], answers)
-
-    def _check_budget(self, key: Key, leaves: list[Any], batch_spec: pytree.TreeSpec | None) -> None:
-        def batch() -> Any:
-            free = free_places(leaves, batch_spec, key[4])
-            read = [None if n in free else leaf for n, leaf in enumerate(leaves)]
-            return tuple(read) if batch_spec is None else pytree.tree_unflatten(read, batch_spec)
-
-        self._budget.check(key, batch)
 
     def lowered(
         self, bound_step: BoundStep, leaves: list[Any], batch_spec: pytree.TreeSpec | None, height: int
@@ -666,7 +669,7 @@ class BoundSteps:
 
         def check() -> None:
             if not changed:
-                self._check_budget(key, leaves, batch_spec)
+                self._budget.check(key, kind, partial(_described, key, leaves, batch_spec))
                 return
             before = old.structure[0] if old is not None else None
             changes = partial(what_changed, before, structure)
@@ -680,9 +683,11 @@ class BoundSteps:
             again = kind in self._kinds
             if runs and (again or not own):
                 check()
+            began = time.thread_time()
             with self._budget.spending() if runs else contextlib.nullcontext():
                 free, beside = free_places(leaves, batch_spec, key[4]), Beside.within(key[0])
                 made = build(spec, leaves, batch_spec, fingerprint, self._name, free, beside)
+            made.seconds = time.thread_time() - began
             # Made from what was there before and what another thread has put there since.
             if others_run() and structure_key(spec)[0] != structure:
                 raise ChangedMeanwhile("", changed=True)

@@ -1,4 +1,4 @@
-"""The process's captured steps, by key: what audits found of them, their plans, and the budget for making them."""
+"""The process's captured steps, by key: what audits found of them, and their plans."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import contextlib
 import copy
 import functools
 import threading
-import time
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +18,9 @@ from torch.utils import _pytree as pytree
 
 from waterflow import _C
 from waterflow.errors import CaptureError
+from waterflow.executor.program.capture_budget import NewKind
 from waterflow.executor.program.lowering import Lowered, lower
 from waterflow.executor.rng import redirect
-from waterflow.executor.stats import Account
 from waterflow.partition.capture.leaks import LeavesTensors
 from waterflow.partition.capture.spec import GraphInput, StepSpec
 from waterflow.partition.capture.substitution import ChangesPackage, no_collections
@@ -50,6 +49,10 @@ class Code:
         """Raise Faulty if an audit has found a fault, so that captured steps of this code must not run."""
         if self.fault:
             raise Faulty(self)
+
+
+class ChangedMeanwhile(NewKind):
+    """Another thread changed what the step's key was made from while the step was captured."""
 
 
 class Faulty(CaptureError):
@@ -111,127 +114,6 @@ class Audited:
             return True
 
 
-# Without a bound ever new shapes made each step a capture: 0.05 times the speed of a plain loop (docs/experiments/capture.md).
-FREE_CAPTURES = 8
-MOST_OF_TIME = 0.1
-KINDS_REMEMBERED = 10_000
-STEPS_PER_CAPTURE = 400  # where no clock may decide, as in deterministic studies; a capture takes some 40 to 110 steps
-
-
-class NewKind(CaptureError):
-    """A step is of a kind that is not captured now, as captures have used up their budget. Other kinds stay captured.
-
-    The batch is of a new kind, or, where it has ``changed``, something that the step reads beside its batch.
-    """
-
-    def __init__(self, reason: str, changed: bool = False) -> None:
-        self.changed = changed
-        super().__init__(reason)
-
-
-class ChangedMeanwhile(NewKind):
-    """Another thread changed what the step's key was made from while the step was captured."""
-
-
-class CaptureBudget:
-    """Bounds the captures of one job: the first eight kinds of step, then kinds that recur, in a tenth of its time at most.
-
-    A kind is new by its batch, or by what else the step reads. In deterministic studies ``steps`` returns the number of the job's
-    steps, which stands for its time; only the job's own kinds count then, also those that another job has captured. Elsewhere
-    it is None. The time is added to ``account``.
-    """
-
-    def __init__(self, steps: Callable[[], int] | None = None, now: Callable[[], float] = time.monotonic) -> None:
-        self.own = steps is not None
-        self.account = Account("")
-        self._steps, self._now = steps, now
-        self._began = now()
-        self._made = 0
-        self._last: dict[str, str] = {}
-        self._told_of_changes = False
-        self._seen: dict[int, None] = {}  # hashes of kinds that are not captured
-
-    @contextlib.contextmanager
-    def spending(self) -> Iterator[None]:
-        """Count a capture, and the time that it takes, inside the context."""
-        before = self._now()
-        try:
-            yield
-            self._made += not self.own
-        finally:
-            self.account["capturing"] += self._now() - before
-
-    def add_kind(self) -> None:
-        """Count one more kind of step that is captured."""
-        self._made += self.own
-
-    def check(self, kind: Hashable, batch: Callable[[], Any]) -> None:
-        """Raise NewKind if a batch of this new ``kind`` must not be captured now.
-
-        ``batch()`` returns the batch, with None for leaves that are no part of its kind.
-        """
-        if self._made < FREE_CAPTURES:
-            self._last = described(batch())
-        elif not self._allows(kind):
-            raise NewKind(self._why(batch))
-
-    def check_change(self, kind: Hashable, changes: Callable[[], str]) -> None:
-        """Raise NewKind if a step must not be captured now whose ``kind`` is new by what it reads beside its batch.
-
-        ``changes()`` says what has changed.
-        """
-        if self._made < FREE_CAPTURES or self._allows(kind):
-            return
-        if self._told_of_changes:
-            raise NewKind("", changed=True)
-        self._told_of_changes = True
-        raise NewKind(
-            f"{changes()}, and a capture takes longer than a step. What then stays as it is is captured by and by; for a number that "
-            "never does, read a buffer in its place, and change that (model.weight.fill_(x)), or pass a tensor in the batch",
-            changed=True,
-        )
-
-    def _allows(self, kind: Hashable) -> bool:
-        if hash(kind) not in self._seen:
-            self._seen[hash(kind)] = None
-            if len(self._seen) > KINDS_REMEMBERED:
-                del self._seen[next(iter(self._seen))]
-            return False
-        if self._steps is not None:
-            return self._made < FREE_CAPTURES + self._steps() // STEPS_PER_CAPTURE
-        spent = self.account["capturing"]
-        # With one more capture of mean length.
-        return spent + spent / self._made <= MOST_OF_TIME * (self._now() - self._began)
-
-    def _why(self, batch: Callable[[], Any]) -> str:
-        if not self._last:
-            return ""  # said before
-        now, before, self._last = described(batch()), self._last, {}
-        changed = next((path for path in now if before.get(path, now[path]) != now[path]), None)
-        if changed is None:
-            return "each would be captured anew"
-        number = "make a number that the step reads a tensor, as torch.tensor(x) does"
-        never = "pad batches to a few sizes" if "shape" in now[changed] else number
-        return (
-            f"batch{changed} was {before[changed]} and is {now[changed]}, and a capture takes longer than a step. Kinds that come "
-            f"back are captured by and by; for those that never do, {never}"
-        )
-
-
-def described(batch: Any) -> dict[str, str]:
-    """Describe the leaves of a batch, by path: shapes of tensors, and other values as text."""
-    with contextlib.suppress(ValueError):  # of a class that is registered without names for its parts
-        return {pytree.keystr(path): _one(leaf) for path, leaf in pytree.tree_flatten_with_path(batch)[0]}
-    return {f"[{number}]": _one(leaf) for number, leaf in enumerate(pytree.tree_leaves(batch))}
-
-
-def _one(leaf: Any) -> str:
-    if isinstance(leaf, torch.Tensor):
-        return f"of shape {tuple(leaf.shape)}"
-    text = repr(leaf)
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
 # A step whose requests differ from time to time is planned by the maximum of this many profiles.
 MOST_PROFILES = 4
 # After this many steps in a row with requests that were not planned a step is profiled anew, this often at most.
@@ -268,7 +150,7 @@ class StepPlans:
     """
 
     def __init__(self, captured: CapturedStep) -> None:
-        self.captured = captured
+        self._captured = weakref.ref(captured)  # which has these plans
         self._lock = threading.Lock()
         self._profiles: list[StepProfile] = []
         self.now = PlannedStep.of(captured.predicted)
@@ -276,6 +158,13 @@ class StepPlans:
         self.measured_height = 0
         self._missed = 0  # steps in a row with requests that were not planned
         self._again = 0
+
+    @property
+    def captured(self) -> CapturedStep:
+        """The step that is planned."""
+        captured = self._captured()
+        assert captured is not None
+        return captured
 
     @property
     def plan(self) -> Plan:
@@ -346,6 +235,7 @@ class CapturedStep:
     offloaded: Offloaded | None = None  # activations that are in host memory from forward to backward pass
     layouts_hold: bool = False  # kernels were asked, and return the layouts that the capture has
     exactly: CapturedStep | None = None  # the same with the bits of the captured operations, where this one rounds otherwise
+    seconds: float = 0.0  # of the processor, that its capture took
     audited: Audited = field(default_factory=Audited)
     _plans: dict[int, StepPlans] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -424,7 +314,21 @@ def build(
     redirect()  # before the trace, which replaces the same generators, and afterwards restores what it found
     with no_collections():
         capture = capture_step(spec, leaves, batch_spec, fingerprint, unread, beside)
-        return assemble(capture, name, fingerprint.keep if fingerprint is not None else [])
+        return owning(assemble(capture, name, fingerprint.keep if fingerprint is not None else []))
+
+
+def owning(captured: CapturedStep) -> CapturedStep:
+    """Return the step, whose graph is taken apart when it goes: no other has it."""
+    # A graph's nodes refer to each other: the garbage collector would find them late, and only after a long search.
+    weakref.finalize(captured, _take_apart, captured.capture.graph).atexit = False
+    return captured
+
+
+def _take_apart(graph: fx.Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        node.meta.clear()
+        graph.erase_node(node)
+    vars(graph).clear()  # it keeps the names of nodes that were erased
 
 
 def assemble(capture: Capture, name: str, keep: list[Any], exact: bool = True) -> CapturedStep:
@@ -490,14 +394,17 @@ def storage_bytes(values: Iterable[Any]) -> int:
 class CaptureCache:
     """Captured steps by key, least recently used dropped first: at most ``size``, of at most ``most_bytes`` of host memory.
 
-    A single one may be larger. Thread-safe; threads with equal keys wait for the first of them to capture.
+    A single one may be larger. Of those that were never found again, as in a search over architectures, at most ``most_new`` are kept
+    (a segmented cache: Karedla, Love and Wherry 1994). Thread-safe; threads with equal keys wait for the first of them to capture.
     """
 
-    def __init__(self, size: int = 256, most_bytes: int = 256 << 20) -> None:
-        self._size, self._most_bytes = size, most_bytes
+    def __init__(self, size: int = 256, most_bytes: int = 256 << 20, most_new: int = 64) -> None:
+        self._size, self._most_bytes, self._most_new = size, most_bytes, most_new
+        self._new: OrderedDict[tuple[Hashable, ...], None] = OrderedDict()  # keys that were not found again
         self.bytes = 0
         self._entries: OrderedDict[tuple[Hashable, ...], CapturedStep | CaptureError] = OrderedDict()
         self._kinds: Counter[Hashable] = Counter()  # of batches, the second part of keys
+        self._hashes: set[int] = set()  # of keys
         self._lock = threading.Lock()
         self._building: dict[Hashable, threading.Event] = {}
         self.captures = 0
@@ -510,6 +417,7 @@ class CaptureCache:
                 entry = self._entries.get(key)
                 if entry is not None:
                     self._entries.move_to_end(key)
+                    self._new.pop(key, None)
                     self.hits += 1
                     break
                 waiting = self._building.get(key)
@@ -537,16 +445,24 @@ class CaptureCache:
             with self._lock:
                 if entry is not None:
                     self._entries[key] = entry
+                    self._new[key] = None
+                    self._hashes.add(hash(key))
                     self._kinds[key[1]] += 1
                     self.captures += not isinstance(entry, LeafRead)  # such a trace is repeated with the leaf's value
                     self.bytes += getattr(entry, "host_bytes", 0)
                     while len(self._entries) > (self._size if self.bytes <= self._most_bytes else 1):
                         self._forget(next(iter(self._entries)))
+                    if len(self._new) > self._most_new:
+                        self._forget(next(iter(self._new)))
                 self._building.pop(key).set()
 
     def know(self, kind: Hashable) -> bool:
         """Return True if any step has a capture for this kind of batch, so that this step's may be found without the budget."""
         return self._kinds[kind] > 0
+
+    def have(self, kind: int) -> bool:
+        """Return True if there is a capture whose key has this hash."""
+        return kind in self._hashes
 
     def renew(self, key: tuple[Hashable, ...], old: CapturedStep, make: Callable[[], CapturedStep]) -> CapturedStep:
         """Return the entry of ``key``, made anew if it still is ``old``."""
@@ -557,6 +473,8 @@ class CaptureCache:
 
     def _forget(self, key: tuple[Hashable, ...]) -> None:
         self.bytes -= getattr(self._entries.pop(key), "host_bytes", 0)
+        self._new.pop(key, None)
+        self._hashes.discard(hash(key))
         self._kinds[key[1]] -= 1
         if not self._kinds[key[1]]:
             del self._kinds[key[1]]
@@ -565,7 +483,8 @@ class CaptureCache:
         """Drop all entries; captures in use live on with their jobs."""
         with self._lock:
             self._entries.clear()
-            self._kinds.clear()
+            for one in (self._kinds, self._hashes, self._new):
+                one.clear()
             self.captures = self.hits = self.bytes = 0
 
 
