@@ -197,10 +197,10 @@ class JobResult:
     state, one batch and the step, and are None if the job did not get that far. ``planned_requests`` for memory were served at
     their planned offsets, ``missed_requests`` went to torch's own allocator. ``recomputed`` is what the last step recomputed in
     its backward pass; ``offloaded`` the most bytes that a step held in host memory between forward and backward pass.
-    ``eager_steps`` ran eagerly since the job was last resumed on its device; ``opaque_reason`` says why, if all steps do from
-    some step on. ``state_dict`` is the model's, also after a failure or an early stop. Like every state_dict of torch it shares
-    memory with the model: copy it before training the model again; that of a model on a GPU is a copy in host memory. In a study
-    ``optimize(keep_weights=)`` decides which results keep it.
+    ``eager_steps`` ran eagerly since the job was last resumed on its device, for want of steps to pay for a capture, or as
+    ``opaque_reason`` says, if all steps do from some step on. ``state_dict`` is the model's, also after a failure or an early
+    stop. Like every state_dict of torch it shares memory with the model: copy it before training the model again; that of a
+    model on a GPU is a copy in host memory. In a study ``optimize(keep_weights=)`` decides which results keep it.
     """
 
     name: str

@@ -35,8 +35,8 @@ def result_of(
         plan = step.plan if step is not None else None
     if step is not None and plan is not None:
         held = plan.persistent + plan.batch
-        # Only a graph predicts; an opaque step is measured.
-        predicted = held + step.predicted_height if step.opaque_reason is None else None
+        # Only a graph predicts; an eager step is measured.
+        predicted = held + step.predicted_height if step.predicted_height and step.opaque_reason is None else None
         measured = held + step.measured_height if step.measured_height else None
     return JobResult(
         name=name,

@@ -77,12 +77,13 @@ class RunStats:
         """Return the stats of ``engine`` in ``seconds``, from its accounts with index ``first`` on."""
         accounts = engine.accounts[first:]
         spent, computed = Account(""), Account("")
-        by_job = Counter[int | str]()
+        by_job, captured = Counter[int | str](), Counter[int | str]()
         for account in accounts:
             for total, part in ((spent, account), (computed, account.computed)):
                 for what, count in part.items():
                     total[what] += count
             by_job[account.who] += int(account.get("captures", 0))
+            captured[account.who] += int(account.get("steps", 0) - account.get(WAITING, 0))
         shares, of_lock = _shares(spent, computed, seconds)
         return RunStats(
             # A job that was suspended and came back has an account for each of its Steps; it counts once.
@@ -99,7 +100,7 @@ class RunStats:
             lines=lines or {},
             waiting=int(spent[WAITING]),
             many_kinds=max(by_job.values(), default=0) > ENOUGH_CAPTURES,
-            short=len({one.who for one in accounts if one.get(WAITING, 0) == one.get("steps", 0) > 0}),
+            short=sum(not captured[who] for who in {one.who for one in accounts if one.get(WAITING)}),
         )
 
     def lines_for(self, jobs: str) -> list[str]:

@@ -32,8 +32,9 @@ from waterflow.executor.program.eager import wants_model
 from waterflow.executor.program.ownership import Hold, holders, made_here
 from waterflow.executor.program.reserve_step import StepClaims
 from waterflow.executor.program.step_future import Done, StepFuture
+from waterflow.executor.reservations import Reservations
 from waterflow.executor.rng import thread_generator
-from waterflow.executor.stats import Account
+from waterflow.executor.stats import WAITING, Account
 from waterflow.job import why_no_step, why_not_called
 from waterflow.partition.capture.optimizers import parameters_of
 from waterflow.partition.capture.reasons import shown_line
@@ -172,6 +173,18 @@ def node_error(step: str, node: fx.Node, error: _C.NodeError) -> StepError:
     return kind(f"{node.target} in the {phase} of step {step!r} failed: {str(error).strip()}{where}")
 
 
+def may_run_eagerly(claims: Reservations, job: int, spec: StepSpec, leaves: list[Any]) -> bool:
+    """Return True if a step on such a batch is sure to be small, as far as weights, batch and other jobs' steps tell.
+
+    An eager step has no plan: the first one runs with all the memory that is left, and none can be brought below its need.
+    """
+    policy = claims.policy_of(job)
+    if policy.opportunistic or policy.quota is not None:
+        return False
+    state = WEIGHT_COPIES * storage_bytes(spec.model.parameters()) + storage_bytes(spec.model.buffers())
+    return LARGE_SHARE * claims.room > state + max(BATCH_COPIES * storage_bytes(leaves), claims.highest)
+
+
 def check_device(name: str, model: torch.device, engine: Engine | None) -> None:
     """Raise InvalidJobError if the model of a step is on another device than its engine."""
     if engine is not None and model != engine.device:
@@ -181,9 +194,9 @@ def check_device(name: str, model: torch.device, engine: Engine | None) -> None:
         )
 
 
-# A step whose state and batch may take more than this share of the memory is captured at once. The state: weights, gradients, and
-# two moments.
-LARGE_SHARE, WEIGHT_COPIES = 0.25, 4
+# A step that may take more than this share of the memory is captured at once: weights, gradients and two moments, and activations,
+# of which images have some ten times their own bytes in each stage.
+LARGE_SHARE, WEIGHT_COPIES, BATCH_COPIES = 0.25, 4, 32
 Batch = Any  # tensors, and tuples, lists or dicts of them
 LossFunction = Callable[..., torch.Tensor]
 StepFunction = Callable[[nn.Module, Batch], Any]
@@ -308,10 +321,7 @@ class Step:
         self.recompute = parse_recompute(recompute)
         # With exact=False the bits of an eager step are others.
         exact = self.engine is None or self.engine.exact
-        horizon = None
-        if self.engine is not None and exact and not ordered and self.recompute is None and self._spec.shards == 1:
-            horizon = Horizon(self.account, (self.account.who, self.name), self.engine.lengths, self.engine.kinds)
-        self._budget = CaptureBudget(ordered, horizon, self.account)
+        self._budget = CaptureBudget(ordered, account=self.account)
         forms = (self.recompute, exact, self._budget)
         self._bound_steps = BoundSteps(self._spec, generator, threads, type(model).__name__, ordered, self._hold, *forms)
         self._under_way: deque[StepFuture] = deque()
@@ -330,6 +340,9 @@ class Step:
             # A user's own loop may drop a step without close(): its memory must come back to the engine.
             self._finalizer = weakref.finalize(self, self.engine.remove_job, self.job)
             lengths, whose = self.engine.lengths, (self.account.who, self.name)
+            if exact and not (ordered or self._on_gpu or self.recompute is not None or self._spec.shards > 1):
+                small = partial(may_run_eagerly, self.engine.reservations, self.job, self._spec)
+                self._budget.horizon = Horizon(self.account, whose, lengths, self.engine.kinds, small)
             self._ends = weakref.finalize(self, lengths.ended, whose, self.account) if lengths is not None else lambda: None
             made_here.add(self)
 
@@ -449,8 +462,6 @@ class Step:
         refused = done = None
         try:
             leaves, batch_spec, key = flatten(batch, self._takes_arrays)
-            if self._budget.horizon is not None and not self._may_wait(leaves):
-                self._budget.horizon = None
             bound_step = self._bound_steps.find(leaves, batch_spec, key, update)
             given = batch
             if own is not None and bound_step.captured.changed_leaves:
@@ -467,18 +478,6 @@ class Step:
         if done is not None:
             return self._hand_in_captured(*done, bound_step, bound_step.plans.plan, update)
         return self._submit_captured(bound_step, leaves, batch_spec, update, by_caller)
-
-    def _may_wait(self, leaves: list[Any]) -> bool:
-        # An eager step has no plan: the first one runs with all the memory that is left, and none can be brought below its need.
-        assert self.engine is not None and self.job is not None
-        claims = self.engine.reservations
-        policy = claims.policy_of(self.job)
-        if policy.opportunistic or policy.quota is not None:
-            return False
-        if self._last_plan is not None:
-            return True
-        weights = storage_bytes(self._spec.model.parameters())
-        return LARGE_SHARE * claims.room > WEIGHT_COPIES * weights + storage_bytes([*self._spec.model.buffers(), *leaves])
 
     def _flat(self, batch: Batch) -> tuple[list[Any], pytree.TreeSpec | None, Hashable]:
         there = brought(batch, self._spec.device, self._takes_arrays) if self._on_gpu else batch
@@ -683,6 +682,7 @@ class Step:
                 self._tell_eager(refused, self._told)
             elif not self._budget.captured:
                 self._begins_on_one_lane()
+            self.account[WAITING] += self.account.cause is None
         if own is None and (refused is None or new_kind) and self._is_ordinary(batch):
             return Done(self._eagerly(batch, update, new_kind))
         given = self._as_taken(batch)
@@ -710,7 +710,7 @@ class Step:
         if self.engine is None or self.job is None:
             run = _C.opaque_run(0, work)
             return self._hand_in(StepFuture(self.engine, self._finish, run, None, False, self._micro, {}, returned), None, update)
-        known = self.measured_height > 0 and (refused is None or new_kind)
+        known = self.measured_height > 0 and (refused is None or (new_kind and size <= self._eager_step.largest))
         plan = self._eager_step.plan(self.measured_height, size)
         if not self.engine.reservations.covers(self.job, plan, self.batches_ahead):
             last = self._under_way[-1].run if self._under_way else None

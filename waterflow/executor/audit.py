@@ -556,7 +556,7 @@ class Audit:
         if found is None:
             self.passed += 1
             captured = None if ways.profiled else ways.seconds["captured"]  # with a profile it takes longer
-            costs.add(bound_step.plain.seconds, ways.seconds["eager"], captured)
+            costs.add((bound_step.plain.exactly or bound_step.plain).seconds, ways.seconds["eager"], captured)
             return None if ways.done is None else (ways.done, ways.profiled)
         if codes.end(bound_step.code, str(found)):
             logger.error(_report(self._name, bound_step, found))

@@ -49,6 +49,7 @@ class Reservations:
         self.limit, self.reserve = limit, reserve
         self.clock: VirtualClock | None = None  # set where the order of events must not follow the wall clock
         self.persistent_log: list[tuple[int, int, str, int]] = []
+        self.highest = 0  # bytes of the highest step that was claimed
         self.most_claimed = 0  # bytes that jobs could hold at a time: all between steps, and in steps on each lane
         self.quantum: float | None = None
         self._claims: dict[int, Claim] = {}
@@ -206,6 +207,7 @@ class Reservations:
         )
 
     def _note(self, job: int, wanted: int, height: int) -> None:
+        self.highest = max(self.highest, height)
         if (worker := current_worker()) is None:
             return
         with self._guard:

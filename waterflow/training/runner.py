@@ -306,6 +306,7 @@ class JobRunner:
             else:
                 self._batches = Batches(*given, read_ahead=job.read_ahead, on_device=on_device)
         self._memory = DataMemory(self._batches.source)  # type: ignore[union-attr]
+        self._count_batches()
         self._make_step(model, optimizer)
 
     def _make_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -318,13 +319,16 @@ class JobRunner:
         with self._lock:
             self.step = step
 
-    def _steps_left(self) -> int | None:
+    def _count_batches(self) -> None:
         assert self._batches is not None
-        source = self._batches.source
-        # Asked for its length, a loader of an IterableDataset warns of other lengths.
-        if self._length is None and not isinstance(getattr(source, "dataset", None), IterableDataset):
-            with contextlib.suppress(Exception):  # the user's
+        # The user's code: numbers that it draws are no part of the job's. A loader of an IterableDataset that was asked warns of
+        # other lengths.
+        with contextlib.suppress(Exception), own_numbers(*generators_for(self._device, 0)):
+            source = self._batches.source
+            if not isinstance(getattr(source, "dataset", None), IterableDataset):
                 self._length = len(source)
+
+    def _steps_left(self) -> int | None:
         length = self._epoch_began / self._epoch if self._epoch else self._length
         return None if length is None else int(self.job.epochs * length) - self.begun
 

@@ -211,7 +211,7 @@ def spent() -> CaptureBudget:
     """A job that has captured as many kinds as are free."""
     budget = CaptureBudget()
     for kind in range(capture_budget.FREE_CAPTURES):
-        budget.count(kind, lambda known: False, lambda: (1,))
+        budget.count(kind, [], lambda known: False, lambda: (1,))
         budget.check(kind, kind, lambda: (1,))
         with budget.spending():
             budget.add_kind()
@@ -220,7 +220,7 @@ def spent() -> CaptureBudget:
 
 def refused(budget: CaptureBudget, kind: Any) -> bool:
     try:
-        budget.count(kind, lambda known: False, lambda: (1,))
+        budget.count(kind, [], lambda known: False, lambda: (1,))
     except NewKind:
         return True
     return False

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import waterflow as wf
-from waterflow.executor.program.capture_budget import CaptureCosts, Horizon, TrialLengths
+from waterflow.executor.program.capture_budget import CaptureCosts, Horizon, TrialLengths, costs
 from waterflow.executor.program.capture_cache import captures
 from waterflow.executor.stats import Account
 
@@ -45,8 +45,11 @@ def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def job(steps: int, width: int = 16, epochs: int = 1, **options: Any) -> wf.Job:
-    settings = {"optimizer": lambda p: torch.optim.AdamW(p, lr=1e-2), "loss": F.cross_entropy, "seed": 3, **options}
-    return wf.Job(f"width {width}", lambda: network(width), lambda: batches(steps), epochs=epochs, **settings)
+    settings = {
+        "data": lambda: batches(steps), "optimizer": lambda p: torch.optim.AdamW(p, lr=1e-2), "loss": F.cross_entropy, "seed": 3,
+        **options,
+    }  # fmt: skip
+    return wf.Job(f"width {width}", lambda: network(width), epochs=epochs, **settings)
 
 
 def eager_steps(*jobs: wf.Job, **options: Any) -> list[int]:
@@ -90,8 +93,51 @@ def test_a_large_one_is_captured_at_once() -> None:
     assert eager_steps(wide, memory="1GiB") == [2]
 
 
+def test_a_large_batch_is_captured_at_once() -> None:
+    images = [(torch.zeros(4_000, 8), torch.zeros(4_000, dtype=torch.int64))] * 2
+    assert eager_steps(job(2, data=images), memory="16MiB") == [0]
+    captures.clear()
+    assert eager_steps(job(2, data=images), memory="1GiB") == [2]
+
+
+@pytest.mark.parametrize("make, copies", [
+    (lambda p: torch.optim.AdamW(p), 2), (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 1),
+    (lambda p: torch.optim.SGD(p, lr=0.1), 0),
+], ids=["AdamW", "momentum", "SGD"])  # fmt: skip
+def test_state_that_the_first_update_makes_is_claimed_before(make: Callable[[Any], torch.optim.Optimizer], copies: int) -> None:
+    with wf.Engine(lanes=1) as engine:
+        model = network(1_000)
+        step = wf.Step(model, loss=F.cross_entropy, optimizer=make(model.parameters()), engine=engine)
+        step.expect(lambda: 2)
+        weights = sum(p.nbytes for p in model.parameters())
+        for batch in batches(2):
+            step(batch)
+            assert (1 + copies) * weights <= step.plan.persistent < (1 + copies) * weights + 1_000
+        assert step.eager_steps == 2
+
+
+def test_only_a_graph_predicts_a_peak() -> None:
+    (result,) = wf.train([job(2)], lanes=1)
+    assert result.predicted_peak is None and result.measured_peak
+
+
+def test_ever_new_shapes_are_told_in_loops_of_unknown_length(caplog: pytest.LogCaptureFixture) -> None:
+    def objective(trial: optuna.Trial) -> float:
+        model = network()
+        step = wf.Step(model, loss=F.cross_entropy, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        for rows in range(2, 40):
+            step((torch.zeros(rows, 8), torch.zeros(rows, dtype=torch.int64)))
+        return 0.0
+
+    with caplog.at_level(logging.WARNING, "waterflow"):
+        summary = wf.optimize(optuna.create_study(), objective, 1)
+    assert "batches of new kinds eagerly" in caplog.text and "too short" not in str(summary)
+
+
 def test_one_that_may_round_otherwise_is_captured_at_once() -> None:
-    assert eager_steps(job(2), exact=False) == [0]
+    costs._steps.clear()
+    assert eager_steps(job(20), exact=False) == [0]
+    assert costs._steps and min(costs._steps) > 0
 
 
 def test_it_is_told_in_the_summary_and_nowhere_else(caplog: pytest.LogCaptureFixture) -> None:

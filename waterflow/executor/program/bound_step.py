@@ -165,6 +165,7 @@ class Whole:
 
     key: Hashable
     plain: CapturedStep  # as captured
+    form: CapturedStep
     plans: StepPlans
     lowest: int = 0  # bytes below which no form of it was found
 
@@ -475,7 +476,7 @@ class BoundSteps:
                 if changing is not None and changing.rests():
                     self._budget.check_change(changing.kind, changing.changes)
                 if key not in self._kinds:
-                    self._budget.count(key, partial(self._elsewhere, key), partial(_described, key, leaves, batch_spec))
+                    self._budget.count(key, leaves, partial(self._elsewhere, key), partial(_described, key, leaves, batch_spec))
                 with as_refusal():
                     bound_step = self._make(key, leaves, batch_spec)
             bound_step.code.check()
@@ -552,7 +553,7 @@ class BoundSteps:
         if key not in self._bound_steps and len(self._bound_steps) >= MOST_SHAPES:
             self._bound_steps.pop(next(iter(self._bound_steps)))
         plans = self._plans(key, captured)
-        self._last = whole = Whole(key, plain, plans if form is captured else self._plans(key, form))
+        self._last = whole = Whole(key, plain, form, plans if form is captured else self._plans(key, form))
         made = BoundStep(key, plain, captured, plans, binding, slots, positions, structure, code, owner, moved, whole)
         if captured.capture.early_updates or captured.recomputed is not None:
             buffers = dict(spec.model.named_buffers())
@@ -567,7 +568,7 @@ class BoundSteps:
         self._changing.pop(key, None)
         if (kind := _kind_of(structure[0], key)) not in self._kinds:
             self._kinds |= {key, kind}
-            self._budget.add_kind()
+            self._budget.add_kind(key, kind)
         return made
 
     def _note_resized(self, captured: CapturedStep, owner: Owner) -> None:
@@ -586,7 +587,7 @@ class BoundSteps:
 
     def within(self, bound_step: BoundStep, leaves: list[Any], batch_spec: pytree.TreeSpec | None, room: int) -> BoundStep | None:
         """Return the step whole if it is at most ``room`` bytes high, else in a reduced form; None if no form is so low."""
-        whole = bound_step.whole.plans.captured
+        whole = bound_step.whole.form
         known = self._reduced.get(bound_step.key)  # goes on with what its own profile has shown
         start = bound_step.captured if known is not None and known[0] is whole and known[1] == room else whole
         form = self._brought(bound_step.whole, start, room)
@@ -610,7 +611,7 @@ class BoundSteps:
         plan = last.plans.plan
         if quota is None:
             return plan
-        form = self._brought(last, last.plans.captured, quota - plan.persistent - batches * plan.batch)
+        form = self._brought(last, last.form, quota - plan.persistent - batches * plan.batch)
         return plan if form is None else self._plans(last.key, form).plan
 
     def _brought(self, whole: Whole, form: CapturedStep, room: int) -> CapturedStep | None:
@@ -665,7 +666,8 @@ class BoundSteps:
         old = self._bound_steps.get(key)
         if old is not None and old.structure[0] == structure and old.plain.capture.holds():
             return old.plain, old.structure, fingerprint
-        kind, changed, own = _kind_of(structure, key), key in self._kinds, self._budget.own
+        kind, own = _kind_of(structure, key), self._budget.own
+        changed = key in self._kinds and (own or old is not None)
 
         def check() -> None:
             if not changed:
@@ -694,7 +696,7 @@ class BoundSteps:
             self._budget.account["captures"] += 1
             self._budget.account["captures anew"] += changed
             if again:
-                self._budget.add_kind()
+                self._budget.add_kind(key, kind)
             return made
 
         # In a deterministic study the step's own past decides, whatever other jobs have captured.

@@ -16,7 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from waterflow.errors import CaptureError
-from waterflow.executor.stats import WAITING, Account
+from waterflow.executor.stats import Account
 
 # Captures took as long as they save in 25 to 50 steps (docs/experiments/capture.md): so many count where none was measured.
 PAYS_AFTER = 50
@@ -61,7 +61,8 @@ class CaptureCosts:
     @property
     def pays_after(self) -> float | None:
         """The number of steps; None where no capture was measured."""
-        return statistics.median(self._steps.copy()) if self._steps else None
+        steps = self._steps.copy()  # others may add
+        return statistics.median(steps) if steps else None
 
 
 costs = CaptureCosts()
@@ -72,11 +73,13 @@ class TrialLengths:
 
     def __init__(self) -> None:
         self._steps: dict[Hashable, int] = {}
+        self._newest: list[int] = []
 
     def ended(self, whose: Hashable, account: Account) -> None:
         """Add the steps that ``account`` has counted of a trial that has ended, or stands aside."""
         if steps := int(account.get("steps", 0)):
-            self._steps[whose] = steps + self._steps.pop(whose, 0)
+            self._steps[whose] = steps + self._steps.pop(whose, 0)  # behind the others
+            self._newest = sorted([*self._steps.values()][-NEWEST:])
 
     def of(self, whose: Hashable) -> int:
         """Return the steps of a trial, without those since it went on."""
@@ -88,7 +91,7 @@ class TrialLengths:
         For trials that outlast them all it is ``pays_after``: no rule that knows nothing of the future does better (Karlin, Manasse,
         Rudolph and Sleator 1988, for the rental of skis).
         """
-        lengths = sorted([*self._steps.values()][-NEWEST:])
+        lengths = self._newest
         if not lengths:
             return None
         # The cost of trials no longer than the wait is their length; of others it is the wait, and the capture.
@@ -104,12 +107,14 @@ class Horizon:
     """What is known of how long a job or trial trains: the steps ``left``, if it knows, and the ``lengths`` of its study's trials.
 
     ``whose`` are the steps, which ``account`` counts. ``kinds`` counts the eager steps of all jobs by the kind of step.
+    ``may_wait(leaves)`` is false where an eager step on such a batch may take more memory than it should.
     """
 
     account: Account
     whose: Hashable
     lengths: TrialLengths | None
     kinds: Counter[int]
+    may_wait: Callable[[list[Any]], bool] = lambda leaves: True
     left: Callable[[], int | None] = lambda: None
 
     def done(self) -> int:
@@ -123,7 +128,7 @@ class Horizon:
             return False
         wait = self.lengths.best_wait(pays_after) if self.lengths is not None else None
         if wait is None:
-            return left is not None or self.lengths is None
+            return left is not None or self.lengths is None or self.done() >= pays_after
         return self.done() >= wait
 
 
@@ -164,12 +169,14 @@ class CaptureBudget:
         finally:
             self.account["capturing"] += time.monotonic() - began
 
-    def add_kind(self) -> None:
-        """Count one more kind of step that is captured, by this job or another."""
+    def add_kind(self, *keys: Hashable) -> None:
+        """Count one more kind of step that is captured, by this job or another. What was counted by ``keys`` begins anew."""
         self.captured = True
         self._made += self.own
+        for key in keys:
+            self._seen.pop(hash(key), None)
 
-    def count(self, key: Hashable, there: Callable[[int | None], bool], batch: Callable[[], Any]) -> None:
+    def count(self, key: Hashable, leaves: list[Any], there: Callable[[int | None], bool], batch: Callable[[], Any]) -> None:
         """Count a step on a kind of batch, ``key``, that is not captured for this job. Raises NewKind if it is not to be captured.
 
         It may be where another job's capture is ``there``, of this kind of step, or, where that is None, of this kind of batch; and
@@ -178,6 +185,8 @@ class CaptureBudget:
         """
         seen = self._one(key)
         seen.calls += 1
+        if self.horizon is not None and not self.horizon.may_wait(leaves):
+            self.horizon = None
         if self.horizon is not None and seen.kind is not None:
             self.horizon.kinds[seen.kind] += 1
         # To look for the kind of step takes as long as a small step: it is done once.
@@ -206,7 +215,6 @@ class CaptureBudget:
         if self._pays(seen):
             return
         if self._told_of_changes or self._made < FREE_CAPTURES:
-            self.account[WAITING] += self._made < FREE_CAPTURES
             raise NewKind("", changed=True)
         self._told_of_changes = True
         raise NewKind(
@@ -224,19 +232,16 @@ class CaptureBudget:
         return seen
 
     def _pays(self, seen: _Seen) -> bool:
-        measured = None if self.own else costs.pays_after
+        measured, horizon = None if self.own else costs.pays_after, self.horizon
         pays_after = PAYS_AFTER if measured is None else measured
-        if self._made < FREE_CAPTURES and (self.horizon is None or measured is None or self.horizon.lasts(pays_after)):
+        if self._made < FREE_CAPTURES and (horizon is None or measured is None or horizon.lasts(pays_after)):
             return True
-        calls = self.horizon.kinds[seen.kind] if self.horizon is not None and seen.kind is not None else seen.calls
+        calls = horizon.kinds[seen.kind] if horizon is not None and seen.kind is not None else seen.calls
         return calls > pays_after
 
     def _why(self, batch: Callable[[], Any]) -> str:
-        if self._made < FREE_CAPTURES:
-            self.account[WAITING] += 1
-            return ""
-        if not self._last:
-            return ""  # said before
+        if self._made < FREE_CAPTURES or not self._last:
+            return ""  # it has time; or said before
         now, before, self._last = described(batch()), self._last, {}
         changed = next((path for path in now if before.get(path, now[path]) != now[path]), None)
         if changed is None:

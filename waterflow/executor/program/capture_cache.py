@@ -398,7 +398,7 @@ class CaptureCache:
     (a segmented cache: Karedla, Love and Wherry 1994). Thread-safe; threads with equal keys wait for the first of them to capture.
     """
 
-    def __init__(self, size: int = 256, most_bytes: int = 256 << 20, most_new: int = 64) -> None:
+    def __init__(self, size: int = 256, most_bytes: int = 256 << 20, most_new: int = 96) -> None:
         self._size, self._most_bytes, self._most_new = size, most_bytes, most_new
         self._new: OrderedDict[tuple[Hashable, ...], None] = OrderedDict()  # keys that were not found again
         self.bytes = 0

@@ -148,7 +148,7 @@ class EagerStep:
         self._numbers = own_numbers(*generators) if generators else _NOTHING
         self._name = name
         self.sums: dict[torch.Tensor, torch.Tensor] = {}
-        self._calls, self._largest = 0, -1
+        self._calls, self.largest = 0, -1  # bytes of the largest batch
         self._persistent = (-1, -1), 0
         self.plan_before: Plan | None = None
         self._trained: list[torch.Tensor] | None = None  # by the last step
@@ -159,8 +159,8 @@ class EagerStep:
 
     def now_and_then_metered(self, batch: Any, update: bool, surrounding: torch.dtype | None, size: int) -> tuple[Any, int]:
         """Run the step; return its result and its bytes: 0, not metered, for most batches (``size`` bytes) no larger than before."""
-        wanted = self._is_metered() or size > self._largest
-        self._calls, self._largest = self._calls + 1, max(size, self._largest)
+        wanted = self._is_metered() or size > self.largest
+        self._calls, self.largest = self._calls + 1, max(size, self.largest)
         if wanted:
             return self.metered(batch, update, surrounding)
         return self(batch, update, surrounding), 0
@@ -171,19 +171,25 @@ class EagerStep:
     def is_as_before(self, batch: Any) -> bool:
         """Return True, and count the step, if its memory need not be metered: another of at least its size was lately."""
         leaves = flat_leaves(batch)
-        if self._is_metered() or leaves is None or storage_bytes(leaves) > self._largest:
+        if self._is_metered() or leaves is None or storage_bytes(leaves) > self.largest:
             return False
         self._calls += 1
         return True
 
     def persistent_bytes(self) -> int:
-        """Return the bytes that persist; they are counted anew if the optimizer has more or fewer tensors than before."""
+        """Return the bytes that persist, with the state that a first update will make.
+
+        They are counted anew if the optimizer has more or fewer tensors than before.
+        """
         groups, state = self._spec.optimizer.param_groups, self._spec.optimizer.state
         size = sum(len(group["params"]) for group in groups), sum(map(len, state.values()))
         if size != self._persistent[0]:
             copies = self._spec.more_sums + 1 if self._spec.shards > 1 else 0
             sums = copies * storage_bytes(parameters_of(self._spec.optimizer))
-            self._persistent = size, persistent_bytes(self._spec.model, self._spec.optimizer) + sums
+            defaults = self._spec.optimizer.defaults
+            to_come = 0 if size[1] else 2 if "betas" in defaults else 1 if defaults.get("momentum") else 0
+            state = to_come * storage_bytes(parameters_of(self._spec.optimizer))
+            self._persistent = size, persistent_bytes(self._spec.model, self._spec.optimizer) + sums + state
         return self._persistent[1]
 
     def plan(self, height: int, batch: int) -> Plan:
