@@ -173,16 +173,16 @@ def node_error(step: str, node: fx.Node, error: _C.NodeError) -> StepError:
     return kind(f"{node.target} in the {phase} of step {step!r} failed: {str(error).strip()}{where}")
 
 
-def may_run_eagerly(claims: Reservations, job: int, spec: StepSpec, leaves: list[Any]) -> bool:
+def may_run_eagerly(reservations: Reservations, job: int, spec: StepSpec, leaves: list[Any]) -> bool:
     """Return True if a step on such a batch is sure to be small, as far as weights, batch and other jobs' steps tell.
 
     An eager step has no plan: the first one runs with all the memory that is left, and none can be brought below its need.
     """
-    policy = claims.policy_of(job)
+    policy = reservations.policy_of(job)
     if policy.opportunistic or policy.quota is not None:
         return False
     state = WEIGHT_COPIES * storage_bytes(spec.model.parameters()) + storage_bytes(spec.model.buffers())
-    return LARGE_SHARE * claims.room > state + max(BATCH_COPIES * storage_bytes(leaves), claims.highest)
+    return LARGE_SHARE * reservations.room > state + max(BATCH_COPIES * storage_bytes(leaves), reservations.highest)
 
 
 def check_device(name: str, model: torch.device, engine: Engine | None) -> None:

@@ -69,7 +69,7 @@ costs = CaptureCosts()
 
 
 class TrialLengths:
-    """How many steps the trials of a study had, of those that ended and of those that wait."""
+    """The steps that trials of a study had, those that ended and those that wait."""
 
     def __init__(self) -> None:
         self._steps: dict[Hashable, int] = {}
@@ -104,7 +104,7 @@ class TrialLengths:
 
 @dataclass
 class Horizon:
-    """What is known of how long a job or trial trains: the steps ``left``, if it knows, and the ``lengths`` of its study's trials.
+    """The steps that a job or trial is expected to train: those ``left``, if it knows, and the ``lengths`` of its study's trials.
 
     ``whose`` are the steps, which ``account`` counts. ``kinds`` counts the eager steps of all jobs by the kind of step.
     ``may_wait(leaves)`` is false where an eager step on such a batch may take more memory than it should.
