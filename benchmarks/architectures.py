@@ -273,7 +273,7 @@ def _flat() -> float:
     def look(_study: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
         resident.append(psutil.Process().memory_info().rss)
 
-    wf.optimize(study, lambda trial: job(trial, 20 if trial.number % 2 else 120), 400, keep_weights="none", callbacks=[look])
+    wf.optimize(study, lambda trial: job(trial, 120), 400, keep_weights="none", callbacks=[look])
     return (max(resident[300:]) - max(resident[100:200])) / 2**20
 
 
