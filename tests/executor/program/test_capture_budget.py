@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import waterflow as wf
 from waterflow.executor.program import bound_step, capture_budget
 from waterflow.executor.program.capture_budget import CaptureBudget, CaptureCosts, NewKind
-from waterflow.executor.program.capture_cache import captures
+from waterflow.executor.program.capture_cache import CaptureCache, captures
 from waterflow.partition.guards.cache_key import Fingerprint
 from waterflow.partition.guards.step_key import structure_key, what_changed
 
@@ -72,6 +72,20 @@ def test_what_runs_eagerly_has_the_bits_of_its_capture(
 def test_kinds_that_come_back_stay_captured(few: pytest.MonkeyPatch) -> None:
     step, *_ = trained(lambda p: torch.optim.AdamW(p, lr=1e-2))
     assert step.eager_steps == sum(rows not in SIZES[:2] for rows in SIZES)
+
+
+def test_one_that_was_dropped_is_captured_again_once_that_pays(few: pytest.MonkeyPatch) -> None:
+    pay_after(few, 3)
+    few.setattr(bound_step, "MOST_SHAPES", 1)
+    few.setattr(bound_step, "captures", CaptureCache(most_new=1))
+    model = network()
+    step = wf.Step(model, loss=F.cross_entropy, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    eager = []
+    for batch in batches([3, 5, *[3] * 6]):
+        before = step.eager_steps
+        step(batch)
+        eager.append(step.eager_steps - before)
+    assert eager == [0, 0, 1, 1, 1, 0, 0, 0]
 
 
 def test_a_job_among_others_has_its_bits(few: pytest.MonkeyPatch) -> None:

@@ -671,7 +671,10 @@ class BoundSteps:
 
         def check() -> None:
             if not changed:
-                self._budget.check(key, kind, partial(_described, key, leaves, batch_spec))
+                batch = partial(_described, key, leaves, batch_spec)
+                if key in self._kinds:  # its step was dropped, so that ``find`` has not counted it
+                    self._budget.count(key, leaves, lambda kind: True, batch)
+                self._budget.check(key, kind, batch)
                 return
             before = old.structure[0] if old is not None else None
             changes = partial(what_changed, before, structure)
