@@ -676,8 +676,7 @@ class BoundSteps:
                     self._budget.count(key, leaves, lambda kind: True, batch)
                 self._budget.check(key, kind, batch)
                 return
-            before = old.structure[0] if old is not None else None
-            changes = partial(what_changed, before, structure)
+            changes = partial(what_changed, old.structure[0] if old is not None else None, structure)
             try:
                 self._budget.check_change(kind, changes)
             except NewKind:
