@@ -3,8 +3,8 @@
     python -m benchmarks.architectures [PART ...] [--rounds 3] [--save]
 
 ``sizes``: ``A of S`` are A cells of ``examples.cells`` of S steps each, on batches of 16 digits, a plain step of 2 to 4 ms. ``recipe``
-is the study of that example. Runs are processes of their own, in turn; captures count. ``limited`` has memory for three cells, and
-``flat`` looks at the memory of 400.
+is the study of that example, ``lengths`` are loops in a study. Runs are processes of their own, in turn; captures count.
+``limited`` has memory for three cells, and ``flat`` looks at the memory of 400.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 import optuna
 import psutil
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 import waterflow as wf
@@ -80,31 +81,35 @@ def job(trial: optuna.Trial, steps: int) -> wf.Job:
     )  # fmt: skip
 
 
-def eager(trial: optuna.Trial, steps: int) -> float:
-    """The same trial in PyTorch's ordinary loop."""
+def made(trial: Any, lr: float = 1e-3) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A trial's model and optimizer."""
     edges, channels = cells.choose(trial)
     torch.manual_seed(0)
     model = cells.network(edges, channels)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    for images, labels in Batches(steps):
+    return model, torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+
+
+def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any) -> None:
+    """PyTorch's ordinary loop."""
+    for images, labels in batches:
         F.cross_entropy(model(images), labels).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def eager(trial: optuna.Trial, steps: int) -> float:
+    """``job`` as an ordinary objective."""
+    model, optimizer = made(trial)
+    train_plainly(model, optimizer, Batches(steps))
     return demo.accuracy(model)
 
 
 def eager_recipe(trial: optuna.Trial) -> float:
     """``cells.build`` as an ordinary objective."""
-    edges, channels = cells.choose(trial)
-    torch.manual_seed(0)
-    model = cells.network(edges, channels)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+    model, optimizer = made(trial, lr=3e-3)
     batches, value = demo.Batches(cells.BATCH), 0.0
     for epoch in range(cells.EPOCHS):
-        for images, labels in batches:
-            F.cross_entropy(model(images), labels).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train_plainly(model, optimizer, batches)
         value = demo.accuracy(model)
         trial.report(value, epoch)
         if trial.should_prune():
@@ -114,9 +119,7 @@ def eager_recipe(trial: optuna.Trial) -> float:
 
 def _run(way: str, count: int, steps: int) -> float:
     """Seconds of a study of trials of ``steps`` steps, in this process; of the recipe's, seconds for each of its epochs, if 0."""
-    torch.set_num_threads(2 if way == "two threads" else 1)
-    demo.digits()
-    torch.optim.AdamW([torch.zeros(1, requires_grad=True)], fused=True)  # imports
+    _warm(2 if way == "two threads" else 1)
     if steps:
         study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
         for point in points(count):
@@ -183,16 +186,10 @@ def _loops(way: str, steps: int) -> tuple[float, float]:
     given, seconds = points(8), list[float]()
 
     def train(steps: int) -> float:
-        edges, channels = cells.choose(optuna.trial.FixedTrial(given.pop()))  # type: ignore[arg-type]
-        torch.manual_seed(0)
-        model, batches = cells.network(edges, channels), list(Batches(steps))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        (model, optimizer), batches = made(optuna.trial.FixedTrial(given.pop())), list(Batches(steps))
         began = time.perf_counter()
         if way == "never":
-            for images, labels in batches:
-                F.cross_entropy(model(images), labels).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            train_plainly(model, optimizer, batches)
         else:
             step = wf.Step(model, loss=F.cross_entropy, optimizer=optimizer)
             for batch in batches:
@@ -223,10 +220,10 @@ def limited(_rounds: int) -> list[Row]:
 
 
 def _large(trial: Any) -> wf.Job:
-    data, made = demo.digits(), job(trial, 1)
+    data, large = demo.digits(), job(trial, 1)
     rows = torch.arange(ROWS) % len(data.images)
-    made.data, made.epochs = [(data.images[rows], data.labels[rows])] * 3, 2
-    return made
+    large.data, large.epochs = [(data.images[rows], data.labels[rows])] * 3, 2
+    return large
 
 
 def _plan() -> float:
@@ -253,14 +250,8 @@ def _limited() -> tuple[int, int, dict[str, int]]:
 def flat(_rounds: int) -> list[Row]:
     """Resident memory over many architectures."""
     grown = _in_process("flat")
-    return [
-        {
-            "what": "400 architectures, MiB from the 100th to the last",
-            "grown MiB": grown,
-            "goal": FLAT_MIB,
-            "holds": grown <= FLAT_MIB,
-        }
-    ]
+    what = "400 architectures, MiB from the 100th to the last"
+    return [{"what": what, "grown MiB": grown, "goal": FLAT_MIB, "holds": grown <= FLAT_MIB}]
 
 
 def _flat() -> float:
@@ -277,10 +268,10 @@ def _flat() -> float:
     return (max(resident[300:]) - max(resident[100:200])) / 2**20
 
 
-def _warm() -> None:
-    torch.set_num_threads(1)
+def _warm(threads: int = 1) -> None:
+    torch.set_num_threads(threads)
     demo.digits()
-    torch.optim.AdamW([torch.zeros(1, requires_grad=True)], fused=True)
+    torch.optim.AdamW([torch.zeros(1, requires_grad=True)], fused=True)  # imports
 
 
 IN_PROCESSES: dict[str, Callable[..., Any]] = {

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from waterflow.errors import CaptureError
 from waterflow.executor.stats import Account
 
-# Captures took as long as they save in 25 to 50 steps (docs/experiments/capture.md): so many count where none was measured.
+# Captures of small steps took as long as they save in 35 to 65 steps (docs/experiments/capture.md): so many count where none was measured.
 PAYS_AFTER = 50
 NEWEST = 32  # captures, or lengths of trials, that are remembered
 LEAST_SAVED, PRESUMED = 0.05, 0.5  # of an eager step: below the first lies noise
