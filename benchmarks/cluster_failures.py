@@ -3,8 +3,8 @@
     python -m benchmarks.cluster_failures [--trials 20] [--ray 5]
 
 Two devices on this machine; a group of two small jobs trains on one of them and writes a checkpoint every half a second. Then
-SIGKILL: to the process of the device, or, for Ray, to all processes of its node as well. "known": until the backend tells of the
-loss. "elsewhere": until the first step on the other device beyond the checkpoint is told (reports come every 50 ms). "back":
+SIGKILL: to the process of the device, or, for Ray, to all processes of its node as well. "known": until the scheduler has written
+down the loss. "elsewhere": until the first step on the other device beyond the checkpoint is told (reports come every 50 ms). "back":
 until the device takes jobs again. Each trial's results are compared with those of an undisturbed run; they must be the same to
 the bit, and each job must have ended once.
 """
@@ -12,18 +12,22 @@ the bit, and each job must have ended once.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import waterflow as wf
+from benchmarks.loopback import LoopbackCluster
 from waterflow import cluster
 
 BATCHES = 200
@@ -59,42 +63,47 @@ def jobs(seconds: float) -> list[wf.Job]:
     return [wf.Job(f"net-{n}", model, Batches(seconds), adamw, loss=nn.functional.mse_loss, seed=n) for n in range(2)]
 
 
-def heard(backend: Any, events: list[Any], condition: Callable[[Any], bool], seconds: float = 60.0) -> float:
-    """Poll until an event meets the condition, and return the time; all go to ``events``."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        fresh = backend.poll(0.05)
-        events += fresh
-        if any(condition(event) for event in fresh):
+def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> float:
+    """Wait for the condition, and return the time at which it held."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
             return time.monotonic()
-    raise SystemExit(f"not within {seconds:g} s; there was {events}")
+        time.sleep(0.002)
+    raise SystemExit(f"not within {seconds:g} s: {what}")
 
 
-def trial(backend: Any, number: int, kill: Callable[[str], None], expected: wf.Results) -> dict[str, float]:
+@contextlib.contextmanager
+def served(backend: Any) -> Iterator[cluster.Service]:
+    """A scheduler over the devices."""
+    with tempfile.TemporaryDirectory(prefix="wf-") as folder:
+        service = cluster.Service(cluster.Store(Path(folder) / "state.db"), backend, cluster.POLICIES["fifo"]())
+        service.start()
+        yield service
+        service.down()
+
+
+def trial(service: cluster.Service, number: int, kill: Callable[[str], None], expected: wf.Results) -> dict[str, float]:
     """One loss; seconds from the kill."""
-    while not all(node.alive for node in backend.nodes()):
-        backend.poll(0.1)
-    names = [node.name for node in backend.nodes()]
-    victim, other = names[number % 2], names[1 - number % 2]
-    id, payload, events = f"{kill.__name__}-{number}", cluster.pack(jobs(BATCH_SECONDS)), []
-    backend.start(id, payload, [(victim, 0)])
-    heard(backend, events, lambda e: isinstance(e, cluster.Checkpointed) and e.id == id and e.steps > 20)
+    until(lambda: all(node.alive for node in service.backend.nodes()), "all devices are there")
+    id = f"{kill.__name__}-{number}"
+    service.submit({"id": id}, cluster.pack(jobs(BATCH_SECONDS)))
+    until(lambda: service.record(id).steps > 20, f"a checkpoint of {id}")
     time.sleep(0.05 * (number % 10))
+    before = service.record(id)
+    assert before.node is not None and before.epoch is not None
+    victim, epoch = before.node, before.epoch
     kill(victim)
     killed = time.monotonic()
-    known = heard(backend, events, lambda e: isinstance(e, cluster.NodeLost) and e.node == victim)
-    saved = max(event.steps for event in events if isinstance(event, cluster.Checkpointed))
-    backend.start(id, payload, [(other, 0)], checkpoint=backend.checkpoints(id))
-    later = [event for event in events if isinstance(event, cluster.NodeJoined)]
-    events.clear()
-    elsewhere = heard(backend, events, lambda e: isinstance(e, cluster.Progress) and e.id == id and e.steps > saved)
-    if not any(isinstance(event, cluster.Ended) and event.id == id and event.how != "lost" for event in events):
-        heard(backend, events, lambda e: isinstance(e, cluster.Ended) and e.id == id)
-    ends = [event for event in events if isinstance(event, cluster.Ended) and event.id == id and event.how != "lost"]
-    if [end.how for end in ends] != ["completed"] or not same(cluster.load_results(ends[0].results), expected):
-        raise SystemExit(f"{id} did not end once, with the results of an undisturbed run: {ends}")
-    joined = [event for event in [*later, *events] if isinstance(event, cluster.NodeJoined) and event.node == victim]
-    back = time.monotonic() if joined else heard(backend, events, lambda e: isinstance(e, cluster.NodeJoined))
+    known = until(lambda: service.record(id).epoch != epoch, f"the scheduler knows of the loss of {victim}")
+    elsewhere = until(lambda: service.told(now := service.record(id))["steps"] > now.steps, f"{id} goes on")
+    if not service.wait([id], 60.0):
+        raise SystemExit(f"{id} did not end")
+    after = service.record(id)
+    results = cluster.load_results(Path(after.results or ""))
+    if after.state != "completed" or after.attempts != 2 or not same(results, expected):
+        raise SystemExit(f"{id} did not end once, with the results of an undisturbed run: {after}")
+    back = until(lambda: all(node.alive for node in service.backend.nodes()), f"{victim} is back")
     return {"known": known - killed, "elsewhere": elsewhere - killed, "back (at most)": back - killed}
 
 
@@ -124,26 +133,27 @@ def told(what: str, trials: list[dict[str, float]]) -> bool:
 def local(trials: int, expected: wf.Results) -> bool:
     """Processes of LocalBackend."""
     settings = cluster.WorkerSettings(memory="512MiB", lanes=1, checkpoint_seconds=0.5, report_seconds=0.05)
-    with cluster.LocalBackend(2, settings=settings) as backend:
+    with cluster.LocalBackend(2, settings=settings) as backend, served(backend) as service:
 
         def process(node: str) -> None:
             os.kill(backend.process(node), signal.SIGKILL)
 
-        return told("local: a process killed", [trial(backend, n, process, expected) for n in range(trials)])
+        return told("local: a process killed", [trial(service, n, process, expected) for n in range(trials)])
 
 
 def ray(trials: int, expected: wf.Results) -> bool:
     """Actors of RayBackend, and whole nodes of Ray."""
     settings = cluster.WorkerSettings(memory="512MiB", lanes=1, checkpoint_seconds=0.5, report_seconds=0.05)
     with (
-        cluster.LoopbackCluster([1, 1]) as made,
+        LoopbackCluster([1, 1]) as made,
         cluster.RayBackend(made.address, devices=2, settings=settings, token=made.token) as backend,
+        served(backend) as service,
     ):
 
         def process(node: str) -> None:
             os.kill(backend.process(node), signal.SIGKILL)
 
-        good = told("ray: an actor's process killed", [trial(backend, n, process, expected) for n in range(trials)])
+        good = told("ray: an actor's process killed", [trial(service, n, process, expected) for n in range(trials)])
         made.add()  # room for the actor of a node that is gone
 
         def whole_node(node: str) -> None:
@@ -151,7 +161,7 @@ def ray(trials: int, expected: wf.Results) -> bool:
 
         lost = []
         for number in range(trials):
-            lost.append(trial(backend, number, whole_node, expected))
+            lost.append(trial(service, number, whole_node, expected))
             made.add()
         return told("ray: all processes of a node killed", lost) and good
 

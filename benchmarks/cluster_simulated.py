@@ -38,6 +38,7 @@ from torch import nn
 
 import waterflow as wf
 from benchmarks import report
+from benchmarks.loopback import LoopbackCluster
 from waterflow import cluster
 
 GOAL = 0.05
@@ -148,23 +149,22 @@ class Listening:
     def __init__(self, backend: cluster.LocalBackend | cluster.RayBackend) -> None:
         self._backend = backend
         self._began: dict[str, float] = {}
-        self.reports: dict[str, list[tuple[float, cluster.Progress]]] = {}
+        self.reports: dict[str, list[tuple[float, cluster.Part]]] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
-    def poll(self, timeout: float) -> list[Any]:
+    def listen(self, timeout: float) -> list[cluster.DeviceState]:
         """As the backend's."""
-        events, now = self._backend.poll(timeout), time.monotonic()
-        for event in events:
-            if isinstance(event, cluster.Started):
-                self._began[event.id], self.reports[event.id] = now, []
-            elif isinstance(event, cluster.Progress) and event.steps:
-                self.reports[event.id].append((now - self._began[event.id], event))
-        return events
+        states, now = self._backend.listen(timeout), time.monotonic()
+        for told in [part for state in states for part in state.parts if part.phase == "training"]:
+            began, reports = self._began.setdefault(told.id, now), self.reports.setdefault(told.id, [])
+            if told.steps and (not reports or reports[-1][1].seconds != told.seconds):  # it was measured anew
+                reports.append((now - began, told))
+        return states
 
 
-def foretold(reports: Sequence[tuple[float, cluster.Progress]], part: float = TOLD_BY) -> float:
+def foretold(reports: Sequence[tuple[float, cluster.Part]], part: float = TOLD_BY) -> float:
     """The duration by the first report with this part of the steps done, and the pace since the first one of all; seconds."""
     first_at, first = reports[0]
     for at, now in reports[1:]:
@@ -182,11 +182,17 @@ class Live:
         cores = [(core,) for core in sorted(os.sched_getaffinity(0))[:DEVICES]]
         if len(cores) < DEVICES:
             raise SystemExit(f"{DEVICES} devices need as many cores; this process may use {len(cores)}")
-        kind = cluster.RayBackend if backend == "ray" else cluster.LocalBackend
-        self.backend = kind(folder=folder / "work", devices=DEVICES, settings=settings, cores=cores)
+        self._ray: LoopbackCluster | None = None
+        work = folder / "work"
+        if backend == "ray":
+            self._ray = LoopbackCluster([DEVICES])
+            self.backend: cluster.LocalBackend | cluster.RayBackend = cluster.RayBackend(
+                self._ray.address, work, devices=DEVICES, settings=settings, cores=cores, token=self._ray.token
+            )
+        else:
+            self.backend = cluster.LocalBackend(DEVICES, work, settings=settings, cores=cores)
         try:
-            self.nodes = [cluster.Node(n.name, n.devices, n.memory) for n in self.backend.nodes()]
-            self._warm_up()
+            self.nodes = [cluster.Node(node.name, 1, node.memory) for node in self.backend.nodes()]
             self._store = cluster.Store(folder / "state.db")
             self._listening = Listening(self.backend)
             self._service = cluster.Service(self._store, cast("Any", self._listening), cluster.POLICIES[policy]())
@@ -194,18 +200,16 @@ class Live:
             self.backend.close()
             raise
         self._service.start()
+        self._warm_up()
 
     def _warm_up(self) -> None:
-        """One short job of each kind on each device."""
-        for node in self.nodes:
-            for kind in MODELS:
-                asked = Asked(f"warm-{kind}-{node.name}", kind, 20, 0.0, seed=0)
-                self.backend.start(asked.id, asked.payload(), [(node.name, 0)])
-                until = time.monotonic() + PATIENCE
-                while self.backend.running():
-                    self.backend.poll(0.1)
-                    if time.monotonic() > until:
-                        raise SystemExit(f"{asked.id} did not end within {PATIENCE:g} s")
+        """One short job of each kind on each device: as many at once as there are devices, each on one of its own."""
+        for kind in MODELS:
+            warm = [Asked(f"warm-{kind}-{number}", kind, 20, 0.0, seed=0) for number in range(DEVICES)]
+            for asked in warm:
+                self.submit(asked.id, asked.payload())
+            for asked in warm:
+                self.ended(asked.id)
 
     def submit(self, id: str, payload: bytes) -> None:
         """Hand in a guaranteed job for one device."""
@@ -253,6 +257,8 @@ class Live:
     def close(self) -> None:
         """End all of it."""
         self._service.down()
+        if self._ray is not None:
+            self._ray.close()
 
 
 # -- simulated

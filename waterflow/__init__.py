@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from waterflow.cluster.client import Cluster as Cluster
     from waterflow.errors import (
         AuditError as AuditError,
+        BackendError as BackendError,
         CaptureError as CaptureError,
         CheckpointError as CheckpointError,
         ClusterError as ClusterError,

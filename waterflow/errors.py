@@ -101,6 +101,10 @@ class ClusterError(WaterflowError, RuntimeError):
     """A cluster cannot be reached, or cannot do what it was asked; the message says why."""
 
 
+class BackendError(ClusterError, ValueError):
+    """The devices of a cluster cannot be started or reached, or their folder cannot be used."""
+
+
 class CheckpointError(WaterflowError):
     """A checkpoint cannot be made, read, or resumed: damaged, of another version, or of another job."""
 

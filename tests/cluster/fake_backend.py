@@ -2,142 +2,152 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from waterflow.cluster.backend import (
-    BackendError,
-    BackendEvent,
-    Checkpointed,
-    Ended,
-    NodeInfo,
-    NodeJoined,
-    NodeLost,
-    Place,
-    Priority,
-    Progress,
-    Started,
-)
+from waterflow.cluster.backend import DeviceState, Inbox, NodeInfo, Part, Request
+from waterflow.cluster.nodes import Nodes
+from waterflow.cluster.shared_folder import SharedFolder
 
 
-class FakeBackend:
-    """Keeps events until the poll after the one that gave them, as they could be lost with the service before that."""
+class FakeDevice:
+    """A process that does what it is asked, and no more, until a test says so."""
 
-    def __init__(self, devices: int = 2, folder: Path = Path("results")) -> None:
-        self.folder = folder
-        self.epoch = 0
-        self.known: dict[str, NodeInfo] = {}
-        self.runs: dict[str, tuple[tuple[Place, ...], str]] = {}  # where, and with which priority
-        self.stopping: dict[str, bool] = {}
+    def __init__(self, backend: FakeBackend, node: str) -> None:
+        self.backend, self.node, self.epoch = backend, node, backend.folder.new_epoch()
+        self.parts: dict[tuple[str, int], Part] = {}
+        self.inbox = Inbox()
+        self.utilization = 0.0
+
+    def state(self) -> DeviceState:
+        parts = tuple(self.parts.values())
+        return DeviceState(self.node, self.epoch, "here", 1, 1 << 30, self.utilization, self.inbox.handled, parts)
+
+    def request(self, first: int, requests: Sequence[Request]) -> None:
+        for request in self.inbox.take(first, requests):
+            which = request.id, request.run
+            part = self.parts.get(which)
+            if request.kind == "start":
+                self.backend.started(self, request)
+                self.parts.setdefault(which, Part(*which, "beginning", request.priority))
+            elif part is None:
+                continue
+            elif request.kind == "stop":
+                self.parts[which] = replace(part, stopping="suspended" if request.suspend else "cancelled")
+            elif request.kind == "set":
+                self.backend.told_priorities.append((request.id, request.priority))
+                self.parts[which] = replace(part, priority=request.priority)
+            elif request.kind == "checkpoint":
+                self.backend.asked_to_save.append(request.id)
+            elif part.phase == "ended":
+                del self.parts[which]
+
+
+class FakeBackend(Nodes):
+    """Nodes called ``device-0``, ``device-1``, ... with a fake device each."""
+
+    def __init__(self, devices: int, folder: Path) -> None:
+        super().__init__(SharedFolder(folder / "work"))
+        self.folder.make()
+        self.devices: dict[str, FakeDevice] = {}  # the processes that are alive
         self.starts: list[str] = []
         self.resumed: list[str] = []
-        self.states: set[str] = set()
         self.asked_to_save: list[str] = []
-        self.waiting: list[BackendEvent] = []
-        self.given: list[BackendEvent] = []
+        self.told_priorities: list[tuple[str, str]] = []
         self.left = self.closed = False
         for number in range(devices):
-            self._join(f"device-{number}")
-        self.waiting.clear()
+            self.return_(f"device-{number}")
 
     # -- what a test does
 
     def begin(self, id: str) -> None:
-        self.waiting.append(Started(id, *self._where(id)))
+        self._change(id, phase="training")
 
     def progress(
         self, id: str, steps: int, fraction: float | None = None, utilization: float = 0.5, seconds: float = 0.0
     ) -> None:
-        self.waiting.append(Progress(id, *self._where(id), steps, fraction, 0.01, 1000, utilization, seconds))
+        self._find(id)[0].utilization = utilization
+        self._change(
+            id, phase="training", steps=steps, fraction=fraction, step_seconds=0.01, memory=1000, seconds=seconds
+        )  # fmt: skip
 
     def save(self, id: str, steps: int) -> None:
-        self.states.add(id)
-        self.waiting.append(Checkpointed(id, *self._where(id), self.folder / id, steps))
+        self._change(id, phase="training", saved=steps, steps=steps)
 
     def end(self, id: str, how: str = "completed", reason: str = "", steps: int | None = None) -> None:
-        if how == "suspended":
-            self.states.add(id)
-        where = self._where(id)
-        del self.runs[id]
-        self.stopping.pop(id, None)
-        self.waiting.append(Ended(id, *where, how, self.folder / id, reason, steps))  # type: ignore[arg-type]
+        _, part = self._find(id)
+        steps = part.steps if steps is None else steps
+        note = self.folder.ended(id, part.run)
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.write_text(json.dumps({"how": how, "reason": reason, "steps": steps}))
+        self._change(id, phase="ended", how=how, reason=reason, steps=steps)
 
     def obey(self) -> None:
         """Whatever was asked to stop stops."""
-        for id, suspend in list(self.stopping.items()):
+        for id, suspend in self.stopping.items():
             self.end(id, "suspended" if suspend else "cancelled")
 
     def lose(self, node: str, reason: str = "its process ended") -> None:
-        info = self.known[node]
-        self.known[node] = NodeInfo(node, 1, info.memory, info.epoch, False)
-        self.waiting.append(NodeLost(node, info.epoch, reason))
-        for id in [id for id, (places, _) in self.runs.items() if any(name == node for name, _ in places)]:
-            self.end(id, "lost", reason)
+        self._lost(node, self.devices.pop(node).epoch, reason)
 
     def return_(self, node: str) -> None:
-        self._join(node)
+        self.devices[node] = FakeDevice(self, node)
+        self._joined(self.devices[node].state())
 
     def attach_again(self) -> None:
-        """Another service comes: what the one before may not have heard is told again."""
-        self.waiting = self.given + self.waiting
-        self.given = []
+        """Another service comes, with a backend that knows nothing yet."""
+        for device in self.devices.values():
+            self._joined(device.state())
 
-    def _join(self, node: str) -> None:
-        self.epoch += 1
-        self.known[node] = NodeInfo(node, 1, 1 << 30, self.epoch, True)
-        self.waiting.append(NodeJoined(node, self.epoch, 1, 1 << 30))
+    @property
+    def known(self) -> dict[str, NodeInfo]:
+        return self._nodes
 
-    def _where(self, id: str) -> tuple[str, int]:
-        node = self.runs[id][0][0][0]
-        return node, self.known[node].epoch
+    @property
+    def runs(self) -> dict[str, tuple[tuple[tuple[str, int], ...], str]]:
+        """What runs, where, and with which priority."""
+        return {part.id: (((device.node, 0),), part.priority) for device, part in self._running()}
 
-    # -- Backend
+    @property
+    def stopping(self) -> dict[str, bool]:
+        """Who was asked to stop, and whether to be suspended."""
+        return {part.id: part.stopping == "suspended" for _, part in self._running() if part.stopping}
 
-    def nodes(self) -> list[NodeInfo]:
-        return [self.known[name] for name in sorted(self.known)]
+    def started(self, device: FakeDevice, request: Request) -> None:
+        assert self.folder.payload(request.id, request.run).exists()
+        assert request.id not in self.runs, f"{request.id} runs twice at a time"
+        self.starts.append(request.id)
+        if request.resume:
+            self.resumed.append(request.id)
 
-    def running(self) -> list[str]:
-        return sorted(self.runs)
+    def _running(self) -> list[tuple[FakeDevice, Part]]:
+        there = [(device, part) for device in self.devices.values() for part in device.parts.values()]
+        return sorted((pair for pair in there if pair[1].phase != "ended"), key=lambda pair: pair[1].id)
 
-    def start(
-        self, id: str, payload: bytes, places: Sequence[Place], priority: Priority = "guaranteed",
-        checkpoint: Path | None = None,
-    ) -> None:  # fmt: skip
-        if id in self.runs:
-            raise BackendError(f"{id!r} runs")
-        for node, _ in places:
-            if not self.known[node].alive:
-                raise BackendError(f"node {node!r} was lost")
-        if checkpoint is not None:
-            self.resumed.append(id)
-        self.starts.append(id)
-        self.runs[id] = tuple(places), priority
+    def _find(self, id: str) -> tuple[FakeDevice, Part]:
+        (found,) = [pair for pair in self._running() if pair[1].id == id]
+        return found
 
-    def poll(self, timeout: float) -> list[BackendEvent]:
-        self.given, self.waiting = self.waiting, []
-        return list(self.given)
+    def _change(self, id: str, **fields: Any) -> None:
+        device, part = self._find(id)
+        device.parts[part.id, part.run] = replace(part, **fields)
 
-    def checkpoint(self, id: str) -> None:
-        self.asked_to_save.append(id)
+    # -- Nodes
 
-    def checkpoints(self, id: str) -> Path | None:
-        return self.folder / id if id in self.states else None
+    def _send(self, node: str, first: int, requests: Sequence[Request]) -> None:
+        if node in self.devices:
+            self.devices[node].request(first, requests)
 
-    def adopt(self, id: str, checkpoint: Path) -> Path:
-        self.states.add(id)
-        return self.folder / id
+    def _listen(self, timeout: float) -> None:
+        for device in self.devices.values():
+            self._told(device.state())
 
-    def stop(self, id: str, suspend: bool) -> None:
-        if id in self.runs:
-            self.stopping[id] = suspend and self.stopping.get(id, True)
-
-    def break_off(self, id: str) -> None:
-        if self.stopping.get(id) is False:
-            for node in {name for name, _ in self.runs[id][0]}:
-                self.lose(node, f"{id} did not come to its end")
-
-    def set_priority(self, id: str, priority: Priority) -> None:
-        self.runs[id] = self.runs[id][0], priority
+    def end_process(self, node: str, epoch: int, why: str) -> None:
+        if node in self.devices and self.devices[node].epoch == epoch:
+            self.lose(node, why)
 
     def close(self) -> None:
         self.closed = True

@@ -188,7 +188,7 @@ def test_a_job_that_fails(up: LiveCluster) -> None:
     ("arguments", "said"),
     [
         (["jobs.yaml", "--tenant", "nobody"], "unknown tenant 'nobody'; there are ['default', 'small']"),
-        (["jobs.yaml", "--devices", "3"], "asks for 3 devices; the cluster has 2. Ask for fewer"),
+        (["jobs.yaml", "--devices", "3"], "devices must be 1, as a job runs on one device; got 3"),
         (["jobs.yaml", "--memory", "2GiB"], "needs 2,147,483,648 bytes on each device"),
         (["jobs.yaml", "--memory", "2 parsecs"], "cannot read '2 parsecs'"),
         (["jobs.yaml", "--priority", "high"], "priority 'high' is neither guaranteed nor opportunistic"),

@@ -65,7 +65,7 @@ def test_each_decision_is_quick(name: str, tenants: int) -> None:
         if event % 5 == 0:
             scheduler.submit(now, submission(number + event))
         elif event % 5 == 1:
-            scheduler.ended(now, rng.choice(running).id, "completed")
+            scheduler.ended(now, rng.choice(running).id)
         elif event % 5 == 2:
             scheduler.node_lost(now, nodes[event].name)
         elif event % 5 == 3:

@@ -15,13 +15,15 @@ import pytest
 
 import waterflow as wf
 from tests.cluster.jobs import equal, jobs
-from waterflow.cluster.backend import BackendError, BackendEvent, Checkpointed, Ended, NodeJoined, NodeLost, Progress, Started
-from waterflow.cluster.group import PATIENCE, Part, Process, RunningGroup
+from tests.cluster.watched import Watched
+from waterflow.cluster.backend import Request
+from waterflow.cluster.group import PATIENCE, Process, RunningGroup
 from waterflow.cluster.local import LocalBackend
 from waterflow.cluster.losses import Silence
 from waterflow.cluster.payload import load_results, pack
 from waterflow.cluster.shared_folder import SharedFolder
 from waterflow.cluster.worker import WorkerSettings
+from waterflow.errors import BackendError
 from waterflow.executor.engine import Engine
 
 pytestmark = pytest.mark.slow
@@ -43,25 +45,17 @@ def gone_within(pid: int, seconds: float) -> bool:
     return not lives(pid)
 
 
-def until(backend: LocalBackend, *kinds: type, seconds: float = 20.0) -> object:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        for event in backend.poll(0.1):
-            if isinstance(event, kinds):
-                return event
-    raise AssertionError(f"no {kinds} within {seconds} s")
-
-
 OWNER = """
 import sys, time
 from tests.cluster.jobs import jobs
-from waterflow.cluster import Checkpointed, LocalBackend, WorkerSettings, pack
+from tests.cluster.watched import Watched
+from waterflow.cluster import LocalBackend, WorkerSettings, pack
 
 settings = WorkerSettings(memory="256MiB", lanes=1, checkpoint_seconds=0.2, report_seconds=0.1)
 backend = LocalBackend(1, sys.argv[1], settings=settings, outlive=float(sys.argv[2]))
-backend.start("a", pack(jobs(batches=60, epochs=1, seconds=0.02)), [("device-0", 0)])
-while not any(isinstance(event, Checkpointed) for event in backend.poll(0.1)):
-    pass
+there = Watched(backend)
+there.start("a", pack(jobs(batches=60, epochs=1, seconds=0.02)), "device-0")
+there.until("a", lambda part: part.saved is not None)
 print(backend.process("device-0"), flush=True)
 time.sleep(60)
 """
@@ -95,49 +89,50 @@ def test_another_backend_takes_over_what_runs(tmp_path: Path) -> None:
     child = killed_owner(tmp_path, 30.0)
     time.sleep(0.3)
     with LocalBackend(1, tmp_path, settings=SETTINGS) as backend:
-        assert backend.process("device-0") == child
-        assert backend.running() == ["a"]
-        seen = [type(e) for e in backend.poll(0.0)]
-        assert NodeJoined in seen and NodeLost not in seen
-        ended = until(backend, Ended)
-        assert isinstance(ended, Ended) and ended.how == "completed"
-        equal(load_results(ended.results), wf.train(jobs(batches=60, epochs=1), lanes=1))
-        assert [p.name for p in (backend.folder.job("a") / "runs").iterdir()] == ["1"]  # it was started once
-        again = backend.poll(0.2) + backend.poll(0.2)
-        assert not any(isinstance(event, Ended) for event in again)
+        there = taken_over(backend)
+        assert backend.process("device-0") == child and backend.nodes()[0].alive
+        assert there.end("a").how == "completed"
+        equal(there.results("a"), wf.train(jobs(batches=60, epochs=1), lanes=1))
+        while not backend.answered("device-0") or not (states := there.listen()):
+            there.listen()
+        assert states[0].parts == ()  # it was told as long as it was needed
     assert not lives(child)
+
+
+def taken_over(backend: LocalBackend) -> Watched:
+    """The job "a" of another backend is the first run, on the first device."""
+    there = Watched(backend)
+    there.runs["a"] = 1, "device-0"
+    return there
 
 
 def test_what_was_told_and_not_heard_is_told_again(tmp_path: Path) -> None:
     first = LocalBackend(1, tmp_path, settings=SETTINGS, outlive=30.0)
-    first.start("a", pack(jobs()), [("device-0", 0)])
-    ended = first.folder.ended("a", 1, 0)
+    Watched(first).start("a", pack(jobs()), "device-0")
     deadline = time.monotonic() + 20
-    while not ended.exists():
+    while first.folder.end_of("a", 1) is None:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    first.detach()  # it polled never
+    first.detach()  # it listened never
     with LocalBackend(1, tmp_path, settings=SETTINGS) as second:
-        event = until(second, Ended, seconds=5)
-        assert isinstance(event, Ended) and event.how == "completed"
+        assert taken_over(second).end("a", seconds=5).how == "completed"
 
 
 def test_a_child_that_died_while_nobody_looked(tmp_path: Path) -> None:
-    first = LocalBackend(2, tmp_path, settings=SETTINGS, outlive=30.0)
-    payload = pack(jobs(2, batches=60, epochs=1, seconds=0.02))
-    first.start("a", payload, [("device-0", 0), ("device-1", 0)])
-    until(first, Checkpointed)
-    dead = first.process("device-0")
+    first = LocalBackend(1, tmp_path, settings=SETTINGS, outlive=30.0)
+    there, payload = Watched(first), pack(jobs(2, batches=60, epochs=1, seconds=0.02))
+    there.start("a", payload, "device-0")
+    there.until("a", lambda part: part.saved is not None)
+    dead, epoch = first.process("device-0"), there.epoch("device-0")
     first.detach()
     os.kill(dead, signal.SIGKILL)
-    with LocalBackend(2, tmp_path, settings=SETTINGS) as second:
-        assert second.process("device-0") != dead
-        ended = until(second, Ended, seconds=10)  # the part on device-1 is suspended for the next start
-        assert isinstance(ended, Ended) and ended.how == "lost"
-        second.start("a", payload, [("device-1", 0)], checkpoint=second.checkpoints("a"))
-        ended = until(second, Ended)
-        assert isinstance(ended, Ended) and ended.how == "completed"
-        equal(load_results(ended.results), wf.train(jobs(2, batches=60, epochs=1), lanes=1))
+    with LocalBackend(1, tmp_path, settings=SETTINGS) as second:
+        there = taken_over(second)
+        assert second.process("device-0") != dead and there.epoch("device-0") > epoch
+        assert second.folder.is_fenced(epoch) and second.folder.end_of("a", 1) is None
+        there.start("a", payload, "device-0")
+        assert there.end("a").how == "completed"
+        equal(there.results("a"), wf.train(jobs(2, batches=60, epochs=1), lanes=1))
 
 
 def test_a_device_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,75 +155,62 @@ def test_pinned_cores_and_the_log(tmp_path: Path) -> None:
     with LocalBackend(["a"], tmp_path, settings=SETTINGS, cores=[[one]]) as backend:
         made = jobs(1, epochs=1)
         made[0].evaluate = cores_of_all_threads
-        backend.start("x", pack(made), [("a", 0)])
-        ended = until(backend, Ended)
-        assert isinstance(ended, Ended) and ended.how == "completed"
+        there = Watched(backend)
+        there.start("x", pack(made), "a")
+        assert there.end("x").how == "completed"
         assert f"pinned to [{one}]" in backend.folder.log("a", 1).read_text()
 
 
-def test_a_cancelled_job_that_hangs_is_broken_off(tmp_path: Path) -> None:
-    """Its process ends; who ran beside it goes on from a checkpoint, with the bits of an undisturbed run."""
-
+def test_a_cancelled_job_that_hangs_ends_with_its_process(tmp_path: Path) -> None:
+    """Who ran beside it goes on from a checkpoint, with the bits of an undisturbed run."""
     hangs = tmp_path / "hangs"
     with LocalBackend(1, tmp_path / "work", settings=SETTINGS) as backend:
-        (stuck,), beside = jobs(1), pack(jobs(batches=300, epochs=1, seconds=0.02))
+        there, beside = Watched(backend), pack(jobs(batches=300, epochs=1, seconds=0.02))
+        (stuck,) = jobs(1)
         stuck.model = lambda: (hangs.touch(), time.sleep(1e6))  # type: ignore[assignment, return-value]
-        backend.start("beside", beside, [("device-0", 0)])
-        until(backend, Checkpointed)
-        backend.start("stuck", pack([stuck]), [("device-0", 0)])
+        there.start("beside", beside, "device-0")
+        there.until("beside", lambda part: part.saved is not None)
+        there.start("stuck", pack([stuck]), "device-0")
         while not hangs.exists():  # and nothing in Python breaks it off
-            backend.poll(0.1)
-        before = backend.process("device-0")
-        backend.break_off("stuck")  # nobody cancelled it
-        backend.stop("stuck", suspend=False)
+            there.listen()
+        before, epoch = backend.process("device-0"), there.epoch("device-0")
+        there.ask("stuck", "stop")
         began = time.monotonic()
-        ends: dict[str, Ended] = {}
-        joined = False
-
-        def hear() -> None:
-            nonlocal joined
-            for event in backend.poll(0.1):
-                joined |= isinstance(event, NodeJoined)
-                if isinstance(event, Ended):
-                    ends[event.id] = event
-
         while time.monotonic() < began + PATIENCE + 1.0:
-            hear()
-        assert "stuck" not in ends
-        backend.break_off("stuck")
-        assert not lives(before)
-        while len(ends) < 2 or not joined:
-            assert time.monotonic() < began + 90.0
-            hear()
-        assert ends["stuck"].how == "lost" and "'stuck' was cancelled, and did not come" in ends["stuck"].reason
-        if ends["beside"].how == "lost":
-            backend.start("beside", beside, [("device-0", 0)], checkpoint=backend.checkpoints("beside"))
-            ended = until(backend, Ended, seconds=60)
-            assert isinstance(ended, Ended)
-            ends["beside"] = ended
-        equal(load_results(ends["beside"].results), wf.train(jobs(batches=300, epochs=1), lanes=1))
+            there.listen()
+        assert there.of("stuck")[-1].phase == "training" and there.of("stuck")[-1].stopping == "cancelled"
+        backend.end_process("device-0", epoch - 1, "of another process")
+        assert lives(before)
+        backend.end_process("device-0", epoch, "it did not come to its end")
+        assert not lives(before) and there.lost("device-0", epoch, 1) == "it did not come to its end"
+        there.alive()
+        there.start("beside", beside, "device-0")
+        assert there.end("beside", seconds=60).how == "completed"
+        equal(there.results("beside"), wf.train(jobs(batches=300, epochs=1), lanes=1))
 
 
 def test_a_process_that_stands_still_is_replaced(tmp_path: Path) -> None:
     with LocalBackend(1, tmp_path, settings=SETTINGS, silent_seconds=0.8) as backend:
-        before = backend.process("device-0")
+        there, before = Watched(backend), backend.process("device-0")
+        epoch = there.epoch("device-0")
         os.kill(before, signal.SIGSTOP)
         began = time.monotonic()
-        lost = until(backend, NodeLost)
-        assert isinstance(lost, NodeLost) and "was silent" in lost.reason
+        assert "was silent" in there.lost("device-0", epoch, 20)
         assert 0.5 < time.monotonic() - began < 4
         assert not lives(before)
-        joined = until(backend, NodeJoined, seconds=30)
-        assert isinstance(joined, NodeJoined) and joined.epoch > lost.epoch
+        there.alive()
+        assert there.epoch("device-0") > epoch
 
 
 def test_a_backend_that_did_not_look_blames_nobody(tmp_path: Path) -> None:
     with LocalBackend(1, tmp_path, settings=SETTINGS, silent_seconds=0.8) as backend:
-        backend.start("a", pack(jobs(batches=150, epochs=1, seconds=0.02)), [("device-0", 0)])
-        until(backend, Started)
+        there = Watched(backend)
+        there.start("a", pack(jobs(batches=150, epochs=1, seconds=0.02)), "device-0")
+        steps = there.until("a", lambda part: part.phase == "training").steps
         time.sleep(1.5)
-        assert not any(isinstance(event, NodeLost) for event in backend.poll(0.0) + backend.poll(0.1))
-        until(backend, Progress)
+        there.listen()
+        there.until("a", lambda part: part.steps > steps)
+        assert backend.nodes()[0].alive and backend.nodes()[0].lost == ""
 
 
 def test_silence_counts_while_somebody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,9 +252,11 @@ def test_a_process_that_finds_no_room_is_started_later(tmp_path: Path, monkeypat
             return whole(folder)
 
         monkeypatch.setattr(SharedFolder, "new_epoch", full)
+        there = Watched(backend)
+        epoch = there.epoch("device-0")
         os.kill(backend.process("device-0"), signal.SIGKILL)
-        until(backend, NodeLost)
-        until(backend, NodeJoined)
+        there.lost("device-0", epoch, 20)
+        there.alive()
         assert len(tries) == 3
 
 
@@ -281,9 +265,7 @@ def test_the_end_of_a_job_waits_for_room(tmp_path: Path, monkeypatch: pytest.Mon
     folder = SharedFolder(tmp_path)
     folder.make()
     epoch = folder.new_epoch()
-    folder.new_run("a")
-    folder.send("a", 1, pack(jobs(1, batches=3, epochs=1)))
-    told: list[BackendEvent] = []
+    folder.prepare("a", 1, pack(jobs(1, batches=3, epochs=1)))
     refused: list[str] = []
     whole_bytes, whole_text = Path.write_bytes, Path.write_text
 
@@ -302,10 +284,10 @@ def test_the_end_of_a_job_waits_for_room(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("waterflow.cluster.group.AGAIN_SECONDS", 0.01)
     with Engine(lanes=1) as engine:
         process = Process("here", epoch, folder, engine)
-        group = RunningGroup(Part("a", 1), False, process, lambda _, event: told.append(event), lambda: None)
+        group = RunningGroup(Request("start", "a", 1), process, lambda: None, lambda: None)
         group.start()
         group._thread.join(60)
-    (ended,) = [event for event in told if isinstance(event, Ended)]
+    ended = group.part
     assert ended.how == "completed", ended.reason
     assert refused == [".result"] * 2 + [".ended"] * 2
     equal(load_results(folder.job("a")), wf.train(jobs(1, batches=3, epochs=1), lanes=1))

@@ -11,49 +11,44 @@ import pytest
 pytest.importorskip("ray")
 
 from tests.cluster.test_cli_cluster import USER_CODE
-from waterflow.cluster.backend import BackendError
 from waterflow.cluster.ray import RayBackend
+from waterflow.errors import BackendError
 
 OUTLIVE = """
-import sys, time
-from pathlib import Path
+import sys
 import torch
+from benchmarks.loopback import LoopbackCluster
 from tests.cluster.jobs import equal, jobs
+from tests.cluster.watched import Watched
 import waterflow as wf
-from waterflow.cluster import Checkpointed, Ended, LoopbackCluster, NodeLost, NodeJoined, RayBackend, WorkerSettings
-from waterflow.cluster import load_results, pack
+from waterflow.cluster import RayBackend, WorkerSettings, pack
 
 torch.set_num_threads(1)
 settings = WorkerSettings(memory="256MiB", lanes=1, checkpoint_seconds=0.2, report_seconds=0.1)
-
-def until(backend, *kinds, seconds=30):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        for event in backend.poll(0.1):
-            if isinstance(event, kinds):
-                return event
-    raise SystemExit(f"no {kinds}")
 
 with LoopbackCluster([1, 1]) as made:
     open_ = lambda: RayBackend(made.address, sys.argv[1], devices=2, settings=settings, outlive=60, token=made.token)
     first = open_()
     payload = pack(jobs(batches=300, epochs=1, seconds=0.02))
-    first.start("a", payload, [("device-0", 0)])
-    until(first, Checkpointed)
+    there = Watched(first)
+    there.start("a", payload, "device-0")
+    there.until("a", lambda part: part.saved is not None)
     process = first.process("device-0")
     first.detach()
     with open_() as second:
-        assert second.process("device-0") == process and second.running() == ["a"]
+        runs, there = there.runs, Watched(second)
+        there.runs = runs
+        steps = there.until("a", lambda part: part.phase == "training").steps
+        assert second.process("device-0") == process and steps > 0
+        epoch = there.epoch("device-0")
         made.kill(made.number_of(process))  # the whole node
-        lost = until(second, NodeLost, seconds=3)
-        assert lost.node == "device-0"
-        second.start("a", payload, [("device-1", 0)], checkpoint=second.checkpoints("a"))
-        while (ended := until(second, Ended)).how == "lost":
-            pass
-        assert ended.how == "completed", ended
-        equal(load_results(ended.results), wf.train(jobs(batches=300, epochs=1), lanes=1))
+        there.lost("device-0", epoch, seconds=3)
+        there.start("a", payload, "device-1")
+        assert there.end("a", seconds=30).how == "completed"
+        equal(there.results("a"), wf.train(jobs(batches=300, epochs=1), lanes=1))
         made.add()
-        assert until(second, NodeJoined, seconds=60).epoch > lost.epoch
+        there.alive(seconds=60)
+        assert there.epoch("device-0") > epoch
 print("good")
 """
 
@@ -75,7 +70,9 @@ def test_beyond_this_machine_only_with_a_token(tmp_path: Path, monkeypatch: pyte
 
 WRONG_TOKEN = """
 import sys
-from waterflow.cluster import BackendError, LoopbackCluster, RayBackend
+from benchmarks.loopback import LoopbackCluster
+from waterflow import BackendError
+from waterflow.cluster import RayBackend
 
 with open(sys.argv[1] + "/token", "w") as file:
     file.write("b" * 64)
@@ -97,7 +94,7 @@ def test_a_wrong_token_is_refused(tmp_path: Path) -> None:
 WHOLE_WAY = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
-from waterflow.cluster import LoopbackCluster
+from benchmarks.loopback import LoopbackCluster
 
 folder = Path(sys.argv[1])
 

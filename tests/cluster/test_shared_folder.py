@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from waterflow.cluster.backend import BackendError
 from waterflow.cluster.shared_folder import Fenced, SharedFolder
+from waterflow.errors import BackendError
 
 
 @pytest.fixture
@@ -51,8 +51,6 @@ def test_numbers_are_given_once(folder: SharedFolder) -> None:
     assert sorted(got) == list(range(1, 81))
     folder.fence(80)
     assert folder.new_epoch() == 81
-    assert [folder.new_run("a"), folder.new_run("a"), folder.new_run("b")] == [1, 2, 1]
-    assert (folder.last_run("a"), folder.last_run("c")) == (2, 0)
 
 
 def test_who_is_fenced_publishes_nothing(folder: SharedFolder) -> None:
@@ -101,7 +99,7 @@ def test_a_fence_is_before_or_behind_each_file(folder: SharedFolder) -> None:
 def test_the_newest_is_of_the_last_start(folder: SharedFolder) -> None:
     """Not of the process that began last: a job may move to an older one."""
     old, young = folder.new_epoch(), folder.new_epoch()
-    assert not folder.has_state("a") and folder.last_state("a", 0) is None
+    assert folder.last_state("a", 0) is None
     for epoch, run, counts in ((young, 1, (1, 2, 30)), (old, 2, (4, 5))):
         for count in counts:
             folder.publish(epoch, written(folder, epoch), folder.state("a", 0, run, epoch, count))
@@ -112,12 +110,27 @@ def test_the_newest_is_of_the_last_start(folder: SharedFolder) -> None:
         f"2.{old}.4.checkpoint", f"2.{old}.5.checkpoint",
     ]  # fmt: skip
     folder.drop_states("a", keep=0)
-    (folder.job("a") / "job-0" / "adopted.host.1").touch()  # whoever copied a checkpoint died
-    assert not folder.has_state("a")
-    folder.publish(old, written(folder, old), folder.result("a", 0, 2, old))
-    assert folder.has_state("a")
-    folder.forget("a")
-    assert not folder.has_state("a") and folder.last_run("a") == 0
+    (folder.job("a") / "job-0" / "0.0.0.checkpoint.host.1").touch()  # whoever copied a checkpoint died
+    assert folder.last_state("a", 0) is None
+
+
+def test_a_job_begins_with_its_own_files(folder: SharedFolder, tmp_path: Path) -> None:
+    """Files of another job that had its id are removed; those of its earlier runs stay."""
+    (tmp_path / "saved").write_text("mine")
+    for again in range(2):
+        epoch = folder.new_epoch()
+        folder.prepare("a", 1, b"first", tmp_path / "saved")
+        state = folder.last_state("a", 0)
+        assert state is not None and state.read_text() == "mine" and folder.last_result("a", 0) is None
+        folder.publish(epoch, written(folder, epoch), folder.state("a", 0, 1, epoch, 1))
+        folder.publish(epoch, written(folder, epoch), folder.result("a", 0, 1, epoch))
+        for run in (1, 2):
+            folder.ended("a", run).write_text('{"how": "suspended", "reason": "", "steps": 3}')
+        folder.prepare("a", 2, b"second")
+        assert folder.payload("a", 2).read_bytes() == b"second" and not folder.payload("a", 1).exists(), again
+        state = folder.last_state("a", 0)
+        assert state is not None and state.read_text() == "new" and folder.last_result("a", 0) is not None
+        assert folder.end_of("a", 1) == {"how": "suspended", "reason": "", "steps": 3} and folder.end_of("a", 2) is None
 
 
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12), unique=True, max_size=8))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 
 import pytest
 
-from tests.cluster.simulated import simulate
+from tests.cluster.simulated import restarted, simulate
 from waterflow.cluster.book import Entry
 from waterflow.cluster.interference import Interference, Resident
 from waterflow.cluster.model_profiles import GIB, ModelProfile
@@ -68,7 +67,7 @@ def test_antman_reserves_and_lends_what_it_reserved() -> None:
     (start,) = cluster.submit(0, extra("low"))
     assert isinstance(start, Start) and start.priority == "opportunistic"
     assert state(cluster, "low").devices[0].reserved is state(cluster, "wide")
-    (start,) = cluster.ended(5, "one", "completed")
+    (start,) = cluster.ended(5, "one")
     assert start.id == "wide" and len(start.places) == 3
     assert state(cluster, "low").devices[0].guaranteed is state(cluster, "wide"), "nobody is stopped for it"
 
@@ -100,11 +99,11 @@ def test_antman_takes_a_device_that_nobody_uses_at_once() -> None:
         (start,) = cluster.submit(number, extra(str(number)))
         assert start.id == str(number)
         busy(cluster, number, **{str(number): 0.9})
-        assert cluster.ended(number, str(number), "completed") == []
+        assert cluster.ended(number, str(number)) == []
     cluster.submit(100, extra("one"))
     busy(cluster, 100, one=0.9)
     cluster.submit(100, extra("two"))
-    (start,) = cluster.ended(101, "one", "completed")
+    (start,) = cluster.ended(101, "one")
     assert start.id == "two"
 
 
@@ -118,15 +117,14 @@ def test_antman_forgets_who_left_without_a_report(restarts: bool) -> None:
         (start,) = cluster.submit(20, extra(str(number)))
         assert start.id == str(number) and cluster.submit(20, extra("next")) == []
         if restarts:
-            cluster = Scheduler.from_dict(json.loads(json.dumps(cluster.to_dict())), AntMan(busy=0.8, window=10.0))
+            cluster = restarted(cluster, AntMan(busy=0.8, window=10.0))
         cluster.cancel(20, "next", decide=False)
-        assert cluster.ended(20, str(number), "completed") == []
-        del cluster._ended["next"]
+        assert cluster.ended(20, str(number)) == []
     (start,) = cluster.submit(20, extra("loud"))
     busy(cluster, 21, loud=0.8)
     if restarts:
-        cluster = Scheduler.from_dict(json.loads(json.dumps(cluster.to_dict())), AntMan(busy=0.8, window=10.0))
-    cluster.ended(22, "loud", "completed")
+        cluster = restarted(cluster, AntMan(busy=0.8, window=10.0))
+    cluster.ended(22, "loud")
     assert cluster.submit(22, extra("waits")) == [] and cluster.next_tick == 32
 
 
@@ -147,11 +145,11 @@ def test_antman_long_waits_turn_opportunistic_unless_forbidden_and_are_upgraded(
     assert cluster.next_tick == (600 if auto else None)
     actions = cluster.tick(600)
     if not auto:
-        assert actions == [] and cluster.ended(700, "first", "completed")[0].priority == "guaranteed"
+        assert actions == [] and cluster.ended(700, "first")[0].priority == "guaranteed"
         return
     assert actions == [Start("second", (("n0", 1),), "opportunistic")]
     cluster.submit(650, guaranteed("third"))
-    actions = cluster.ended(700, "first", "completed")
+    actions = cluster.ended(700, "first")
     assert actions == [SetPriority("second", "guaranteed")], "an upgrade goes before a new one"
 
 
@@ -161,7 +159,7 @@ def test_antman_restarts_with_who_lost_patience_before() -> None:
     busy(cluster, 0, first=0.9)
     cluster.submit(0, guaranteed("second", auto=True))
     cluster.tick(600)
-    again = Scheduler.from_dict(json.loads(json.dumps(cluster.to_dict())), AntMan(patience=600.0))
+    again = restarted(cluster, AntMan(patience=600.0))
     assert again.next_tick == cluster.next_tick
     for each in (cluster, again):
         busy(each, 700, first=0.1)
@@ -174,7 +172,7 @@ def test_antman_upgrades_all_workers_or_none() -> None:
     busy(cluster, 0, other=0.1)
     (start,) = cluster.submit(20, guaranteed("wide", 2, auto=True))
     assert start.priority == "opportunistic" and cluster.book.quota_left("a") == 2
-    assert cluster.ended(30, "other", "completed") == [SetPriority("wide", "guaranteed")]
+    assert cluster.ended(30, "other") == [SetPriority("wide", "guaranteed")]
 
 
 def test_antman_waits_for_one_node() -> None:
@@ -183,7 +181,7 @@ def test_antman_waits_for_one_node() -> None:
         cluster.submit(0, guaranteed("x"))
         cluster.submit(0, guaranteed("y"))
         cluster.submit(0, guaranteed("z"))
-        cluster.ended(1, "x", "completed")
+        cluster.ended(1, "x")
     # x and y stood on the first node, z on the second: one device of each is free.
     assert together.submit(2, guaranteed("pair", 2)) == []
     assert len(state(together, "pair").reserved) == 1
@@ -212,7 +210,7 @@ def test_capacity_lends_idle_quota_and_waits_for_it() -> None:
     cluster = new(Capacity(), (2,), a=2, b=0)
     cluster.submit(0, extra("low", 2, tenant="b"))
     assert cluster.submit(1, guaranteed("g")) == []
-    assert [a.id for a in cluster.ended(2, "low", "completed")] == ["g"]
+    assert [a.id for a in cluster.ended(2, "low")] == ["g"]
 
 
 def test_capacity_takes_back_what_it_lent() -> None:
@@ -242,7 +240,7 @@ def test_capacity_goes_by_use_of_quota_and_covers_what_it_lent() -> None:
     cluster.submit(0, guaranteed("b1", tenant="b"))
     cluster.submit(0, guaranteed("a3", auto=True))
     cluster.submit(0, guaranteed("b2", tenant="b"))
-    actions = cluster.ended(1, "a1", "completed")
+    actions = cluster.ended(1, "a1")
     assert actions[0] == SetPriority("a2", "guaranteed")
     assert [action.id for action in actions[1:]] == ["b2"], "b uses half of its quota, a all of it"
 
@@ -332,16 +330,16 @@ def test_gandiva_moves_to_vacated_devices_and_together() -> None:
     for id in ("x", "y", "z"):
         cluster.submit(0, Submission(id))
     assert state(cluster, "z").state == "waiting"
-    actions = cluster.ended(10, "y", "completed")
+    actions = cluster.ended(10, "y")
     assert [type(action) for action in actions] == [Start] and actions[0].id == "z"
     spread = new(Gandiva(), (2, 2))
     for id in ("p", "q", "r"):
         spread.submit(0, Submission(id))
-    spread.ended(1, "p", "completed")
+    spread.ended(1, "p")
     spread.submit(2, Submission("pair", devices=2))
     assert len({place[0] for place in state(spread, "pair").places}) in (1, 2)
-    spread.ended(3, "r", "completed")
-    spread.ended(4, "q", "completed")
+    spread.ended(3, "r")
+    spread.ended(4, "q")
     assert len({place[0] for place in state(spread, "pair").places}) == 1
 
 
@@ -352,7 +350,7 @@ def test_gandiva_empties_loose_servers() -> None:
     on = {id: state(cluster, id).places[0][0] for id in cluster.book.entries}
     first = [id for id, node in on.items() if node == "n0"]
     second = [id for id, node in on.items() if node == "n1"]
-    actions = [a for id in [*first[:2], *second[:3]] for a in cluster.ended(1, id, "completed")]
+    actions = [a for id in [*first[:2], *second[:3]] for a in cluster.ended(1, id)]
     assert any(isinstance(action, Move) for action in actions)
     assert len({entry.places[0][0] for entry in cluster.book.entries.values()}) == 1
 
@@ -365,7 +363,7 @@ def test_gandiva_grows_when_nothing_comes_and_shrinks_at_once() -> None:
     assert cluster.next_tick == 60
     (grown,) = cluster.tick(60)
     assert isinstance(grown, Resize) and len(grown.places) == 2
-    cluster.ended(100, "short", "completed")
+    cluster.ended(100, "short")
     assert len(state(cluster, "long").devices) == 2
     cluster.tick(160)
     assert len(state(cluster, "long").devices) == 4
@@ -386,11 +384,11 @@ def test_gandiva_decides_the_same_after_a_restart() -> None:
         for each in (cluster, again):
             for id, report in zip(running, reports):
                 each.report(now, id, report)
-            decided.append(each.submit(now, newcomer) if gone is None else each.ended(now, gone, "completed"))
+            decided.append(each.submit(now, newcomer) if gone is None else each.ended(now, gone))
         assert decided[0] == decided[1], number
-        again = Scheduler.from_dict(json.loads(json.dumps(again.to_dict())), Gandiva(quantum=10.0))
-    counts = cluster.policy.to_dict()["counts"]
-    assert counts == again.policy.to_dict()["counts"] and min(counts) > 1, counts
+        again = restarted(again, Gandiva(quantum=10.0))
+    counts = cluster.policy.notes()["counts"]
+    assert counts == again.policy.notes()["counts"] and min(counts) > 1, counts
 
 
 @pytest.mark.parametrize("wrong", [{"quantum": 0}, {"grow_after": -1}, {"defragment": 0}])
@@ -422,7 +420,7 @@ def test_packing_is_undone_by_throughput() -> None:
     assert cluster.next_tick == 60
     assert cluster.tick(60) == [Stop("y", suspend=True)] and policy.undone == 1
     assert cluster.tick(120) == [] and cluster.next_tick is None, "not beside the same one again"
-    assert [action.id for action in cluster.ended(200, "x", "completed")] == ["y"]
+    assert [action.id for action in cluster.ended(200, "x")] == ["y"]
 
 
 @pytest.mark.parametrize("policy", [AntMan, GandivaPacking])
@@ -458,7 +456,7 @@ def test_antman_puts_together_what_fits_together() -> None:
     busy(scheduler, 41.0, c=0.1)
     scheduler.tick(60.0)
     assert state(scheduler, "b").state == "waiting"
-    scheduler.ended(80.0, "a", "completed")
+    scheduler.ended(80.0, "a")
     scheduler.tick(100.0)
     assert state(scheduler, "b").places and state(scheduler, "b").places != (g,)
     for device in scheduler.book.devices:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import cluster_simulated as benchmark
 from benchmarks.cluster_simulated import Asked, Ran
-from waterflow.cluster import Node, Progress, Started
+from waterflow.cluster import DeviceState, Node, Part
 
 NODES = [Node("a", 1), Node("b", 1)]
 
@@ -56,9 +57,9 @@ def test_the_median_of_the_trials_is_held_against_the_goal(differences: tuple[fl
     assert found["difference, %"] == sorted(differences)[len(differences) // 2]
 
 
-def progress(steps: int, of: int | None) -> Progress:
-    """A report of so many steps."""
-    return Progress("p", "a", 1, steps, steps / of if of else None, 0.01, 0, 1.0)
+def progress(steps: int, of: int | None, phase: Any = "training") -> Part:
+    """What a device tells of so many steps."""
+    return Part("p", 1, phase, "guaranteed", steps=steps, fraction=steps / of if of else None, seconds=0.5 * steps)
 
 
 def test_a_duration_is_told_by_the_pace_of_the_first_fifth() -> None:
@@ -72,17 +73,18 @@ def test_a_duration_is_told_by_the_pace_of_the_first_fifth() -> None:
 
 
 def test_reports_are_heard_on_their_way() -> None:
-    events = [[Started("p", "a", 1), progress(0, 10)], [progress(2, 10)]]
+    told = [progress(0, 10, "beginning"), progress(0, 10), progress(2, 10), progress(2, 10)]
 
     class Told:
-        def poll(self, timeout: float) -> list[object]:
-            return events.pop(0)
+        def listen(self, timeout: float) -> list[DeviceState]:
+            return [DeviceState("a", 1, "here", 1, 0, 0.5, 0, (told.pop(0),))]
 
         def nodes(self) -> list[Node]:
             return NODES
 
     heard = benchmark.Listening(Told())  # type: ignore[arg-type]
-    assert [len(heard.poll(0.0)), len(heard.poll(0.0))] == [2, 1] and heard.nodes() == NODES
+    for _ in range(4):
+        assert len(heard.listen(0.0)) == 1 and heard.nodes() == NODES
     [(at, report)] = heard.reports["p"]
     assert report.steps == 2 and at >= 0.0
 

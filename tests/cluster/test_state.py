@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from waterflow.cluster import state
-from waterflow.cluster.backend import BackendError
 from waterflow.cluster.shared_folder import SharedFolder
 from waterflow.cluster.state import check_whole, hold, make_folder, store_file, token_file, work_folder
 from waterflow.cluster.store import Store
-from waterflow.errors import ClusterError
+from waterflow.errors import BackendError, ClusterError
 
 
 def mode(path: Path) -> int:
@@ -98,7 +97,7 @@ def test_work_without_what_the_cluster_knew_is_refused(tmp_path: Path, left: byt
     work.make()
     check_whole(tmp_path)  # nothing ever ran
     store = Store(store_file(tmp_path))
-    work.new_run("a")
+    work.prepare("a", 1, b"")
     check_whole(tmp_path)
     store.close()
     kept = store_file(tmp_path).rename(tmp_path / "copy")

@@ -14,12 +14,19 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from waterflow.cluster.store import Store, digest_of
+from waterflow.cluster.store import PLACED, Store, digest_of
 from waterflow.errors import ClusterError, InvalidJobError
 
 
 def asked(id: str = "a", **more: Any) -> dict[str, Any]:
     return {"id": id, "tenant": "default", "devices": 1, "priority": "guaranteed", "submitted": 1.0, **more}
+
+
+def check(store: Store) -> None:
+    """The file is whole, and a job has a node as long as it is on one."""
+    assert store._all("PRAGMA integrity_check") == [("ok",)]
+    for job in store.jobs():
+        assert (job.node is not None) == (job.state in PLACED), job
 
 
 @pytest.fixture
@@ -74,19 +81,19 @@ def test_a_transaction_is_whole_or_nothing(store: Store) -> None:
     with pytest.raises(KeyboardInterrupt), store.transaction():
         store.change("a", state="running")
         with store.transaction():
-            store.place("a", [("n", 0, 1)])
+            store.place("a", ("n", 0, 1))
         raise KeyboardInterrupt
     job = store.job("a")
-    assert job is not None and job.state == "waiting" and job.places == ()
+    assert job is not None and job.state == "waiting" and job.node is None
     with store.transaction():
         store.change("a", state="running", started=3.0)
-        store.place("a", [("n", 0, 1), ("m", 2, 4)])
+        store.place("a", ("m", 2, 4))
     job = store.job("a")
-    assert job is not None and job.state == "running" and job.places == (("n", 0, 1), ("m", 2, 4))
-    store.check()
-    store.place("a", [])
-    with pytest.raises(ClusterError, match="job 'a' is running and has 0 places"):
-        store.check()
+    assert job is not None and job.state == "running" and (job.node, job.device, job.epoch) == ("m", 2, 4)
+    check(store)
+    store.place("a", None)
+    with pytest.raises(AssertionError):
+        check(store)
 
 
 def test_jobs_by_id_and_state(store: Store) -> None:
@@ -117,7 +124,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     store = Store(tmp_path / "later.db")
     store.set_meta("format", 99)
     store.close()
-    with pytest.raises(ClusterError, match="has format 99, and this version reads format 1. Use the version"):
+    with pytest.raises(ClusterError, match="has format 99, and this version reads format 2. Use the version"):
         Store(tmp_path / "later.db")
 
 
@@ -156,7 +163,7 @@ def test_what_was_promised_survives_a_kill(tmp_path: Path, after: int) -> None:
     store = Store(path)
     count = store.meta("count")
     assert count >= told + 1 and len(store.jobs()) == count
-    store.check()
+    check(store)
     store.close()
 
 

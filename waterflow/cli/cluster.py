@@ -197,9 +197,9 @@ def submit(
     id: Annotated[str | None, typer.Option(help="An id for the job: submitted twice, it runs once.")] = None,
     tenant: Annotated[str, typer.Option(help="Tenant whose quota it counts against.")] = "default",
     priority: Annotated[str, typer.Option(help="Priority: guaranteed or opportunistic.")] = "guaranteed",
-    devices: Annotated[int, typer.Option(min=1, help="Devices that it needs at the same time.")] = 1,
+    devices: Annotated[int, typer.Option(min=1, help="Devices that it needs; one, as a job runs on one.")] = 1,
     auto: Annotated[bool, typer.Option(help="Let a guaranteed job that waits long run as opportunistic.")] = True,
-    memory: Annotated[str | None, typer.Option(help="Memory that it needs on each device, such as 2GiB.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory that it needs, such as 2GiB.")] = None,
     model: Annotated[str | None, typer.Option(help="The model's name in tables of interference.")] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="Resume from this checkpoint file.")] = None,
     time_limit: Annotated[

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, Literal
 
 from waterflow.cluster.devices import Device, Devices
@@ -14,40 +15,38 @@ State = Literal["waiting", "running", "ended"]
 class Entry:
     """A submission in the book, until it ends.
 
-    ``service`` (device-seconds), ``ran`` (seconds) and ``done`` (seconds of its duration) are what it got up to ``since``;
-    ``service_at`` and ``ran_at`` add what came after. ``rate`` is its speed relative to running alone on the devices asked
-    for. ``order`` counts submissions. ``key`` belongs to the policy. An entry with ``alone`` shares devices with no other.
+    ``service`` (device-seconds), ``on_devices`` (seconds) and ``done`` (seconds of its duration) are what it got up to
+    ``since``; ``service_at`` and ``ran_at`` add what came after. ``rate`` is its speed relative to running alone on the
+    devices asked for. ``order`` counts submissions, ``entered`` the times that any entry came onto devices, at its last. ``key`` belongs to
+    the policy, and has JSON types. An entry with ``alone`` shares devices with no other.
     """
 
     __slots__ = (
+        "_changed",
+        "_key",
         "alone",
-        "confirmed",
         "devices",
         "done",
+        "entered",
         "id",
-        "key",
         "memory",
+        "on_devices",
         "order",
         "preemptions",
         "priority",
-        "ran",
         "rate",
         "reserved",
         "service",
         "since",
-        "slowdown",
-        "starts",
         "state",
-        "steps",
         "submission",
-        "submitted",
         "tenant",
         "utilization",
         "waiting_since",
         "wanted",
     )
 
-    def __init__(self, submission: Submission, order: int, now: float) -> None:
+    def __init__(self, submission: Submission, order: int, now: float, changed: set[str]) -> None:
         self.submission = submission
         self.id = submission.id
         self.tenant = submission.tenant
@@ -56,23 +55,30 @@ class Entry:
         self.priority: Priority = submission.priority
         self.state: State = "waiting"
         self.alone = False
-        self.confirmed = False  # all its workers have reported that they run
         self.devices: list[Device] = []
         self.reserved: list[Device] = []
-        self.submitted = now
         self.waiting_since = now
         self.since = now
         self.service = 0.0
-        self.ran = 0.0
+        self.on_devices = 0.0
         self.done = 0.0
         self.rate = 1.0
-        self.starts = 0
+        self.entered = 0
         self.preemptions = 0
-        self.steps = 0
         self.utilization: float | None = None
         self.memory = submission.memory
-        self.slowdown: float | None = None
-        self.key: Any = None
+        self._key: Any = None
+        self._changed = changed  # the book's
+
+    @property
+    def key(self) -> Any:
+        """The policy's notes on it."""
+        return self._key
+
+    @key.setter
+    def key(self, key: Any) -> None:
+        self._key = key
+        self._changed.add(self.id)
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -84,7 +90,7 @@ class Entry:
         if self.state == "running":
             seconds = now - self.since
             self.service += seconds * len(self.devices)
-            self.ran += seconds
+            self.on_devices += seconds
             self.done += seconds * self.rate
         self.since = now
 
@@ -94,7 +100,7 @@ class Entry:
 
     def ran_at(self, now: float) -> float:
         """Return the seconds that it ran until ``now``."""
-        return self.ran + (now - self.since) if self.state == "running" else self.ran
+        return self.on_devices + (now - self.since) if self.state == "running" else self.on_devices
 
     def remaining_at(self, now: float) -> float:
         """Return the seconds that it still takes alone on the devices asked for.
@@ -108,14 +114,29 @@ class Entry:
             )
         return duration - (self.done + (now - self.since) * self.rate if self.state == "running" else self.done)
 
+    def columns(self) -> dict[str, Any]:
+        """Return what its row keeps of it, beside the submission and the order: JSON types, for ``Book.put_back``."""
+        return {name: getattr(self, name) for name in _PLAIN} | {
+            "places": self.places,
+            "reserved": [device.place for device in self.reserved],
+        }
+
     def __repr__(self) -> str:
         return f"Entry({self.id!r}, {self.state}, {self.priority}, {self.places})"
+
+
+_PLAIN = (
+    "priority", "alone", "waiting_since", "since", "service", "on_devices", "done", "rate", "preemptions", "utilization",
+    "memory", "entered", "key",
+)  # fmt: skip
+COLUMNS = (*_PLAIN, "places", "reserved")  # of ``Entry.columns``
 
 
 class Book:
     """Entries, devices, reservations and quotas. A policy changes the book by its operations; each appends its action.
 
-    Without tenants any tenant may submit, and quotas do not bind.
+    Without tenants any tenant may submit, and quotas do not bind. ``changed`` are the ids of entries whose ``columns``
+    may have changed, or that have left the book, since its owner emptied it.
     """
 
     def __init__(self, nodes: Iterable[Node], tenants: Sequence[Tenant] = ()) -> None:
@@ -123,6 +144,8 @@ class Book:
         self.tenants = {tenant.name: tenant for tenant in tenants}
         self.held: dict[str, int] = dict.fromkeys(self.tenants, 0)  # devices of guaranteed runs and reservations
         self.entries: dict[str, Entry] = {}
+        self.changed: set[str] = set()
+        self.entered = 0  # how often an entry came onto devices
         self.occupied = 0  # devices with anybody on them
         self.actions: list[Action] = []
         self.now = 0.0
@@ -158,8 +181,6 @@ class Book:
         self._enter(entry, devices)
         entry.since = self.now
         entry.state = "running"
-        entry.confirmed = False
-        entry.starts += 1
         self.actions.append(Start(entry.id, entry.places, entry.priority))
 
     def stop(self, entry: Entry, suspend: bool = True) -> None:
@@ -213,6 +234,7 @@ class Book:
         for device in devices:
             device.reserved = entry
         entry.reserved.extend(devices)
+        self.changed.add(entry.id)
 
     def unreserve(self, entry: Entry) -> None:
         """Give back all devices that an entry has reserved."""
@@ -221,13 +243,31 @@ class Book:
         self.devices.give(entry.reserved)
         self._return_quota(entry, len(entry.reserved))
         entry.reserved = []
+        self.changed.add(entry.id)
 
     # -- operations of the scheduler
 
     def add(self, submission: Submission, order: int) -> Entry:
         """Add a waiting entry for ``submission``, and return it."""
-        entry = self.entries[submission.id] = Entry(submission, order, self.now)
+        entry = self.entries[submission.id] = Entry(submission, order, self.now, self.changed)
+        self.changed.add(entry.id)
         return entry
+
+    def put_back(self, rows: Iterable[tuple[Submission, int, Mapping[str, Any]]]) -> None:
+        """Add the entries of rows, (submission, order, ``Entry.columns``), to a book without any, on the same devices."""
+        read = [(self.add(submission, order), columns) for submission, order, columns in sorted(rows, key=itemgetter(1))]
+        # In the order in which they came onto their devices, as policies look at them in this order.
+        for entry, columns in sorted(read, key=lambda pair: pair[1]["entered"]):
+            for name in _PLAIN:
+                setattr(entry, name, columns[name])
+            if columns["places"]:
+                entry.state = "running"
+                self._enter(entry, [self.devices.at((node, index)) for node, index in columns["places"]])
+                entry.entered = columns["entered"]
+            if columns["reserved"]:
+                self.reserve(entry, [self.devices.at((node, index)) for node, index in columns["reserved"]])
+        self.entered = max((entry.entered for entry, _ in read), default=0)
+        self.changed.clear()
 
     def remove(self, entry: Entry) -> None:
         """Remove an entry that ended, running or waiting; its devices and reservations are free again."""
@@ -238,6 +278,7 @@ class Book:
             self.unreserve(entry)
         entry.state = "ended"
         del self.entries[entry.id]
+        self.changed.add(entry.id)
 
     def check(self) -> None:
         """Walk the whole book; raise AssertionError if two parts of it contradict each other."""
@@ -313,6 +354,9 @@ class Book:
                 self.occupied += device.guaranteed is None and not device.opportunistic
                 device.opportunistic[entry.id] = entry
         entry.devices = devices
+        self.entered += 1
+        entry.entered = self.entered
+        self.changed.add(entry.id)
 
     def _leave(self, entry: Entry) -> None:
         if entry.priority == "guaranteed":
@@ -326,3 +370,4 @@ class Book:
                 del device.opportunistic[entry.id]
                 self.occupied -= device.guaranteed is None and not device.opportunistic
         entry.devices = []
+        self.changed.add(entry.id)

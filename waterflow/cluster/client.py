@@ -94,9 +94,9 @@ class Cluster:
             jobs: Jobs to train; they are pickled (lambdas, too). Functions and classes of modules in the current folder are
                 sent with them; others must be installed where they run.
             id: One id is one job: submitted twice, it runs once. Default: a new id.
-            tenant, priority, devices, auto, model, duration: As in ``Submission``. All ``devices`` must be free at once; the
-                jobs are dealt out over them.
-            memory: Memory needed on each device, in bytes or as ``"2GiB"``; 0: not known; ``"auto"``: the plan of the jobs,
+            tenant, priority, devices, auto, model, duration: As in ``Submission``. ``devices`` must be 1: a job of a cluster
+                runs on one device.
+            memory: Memory needed, in bytes or as ``"2GiB"``; 0: not known; ``"auto"``: the plan of the jobs,
                 each of which is captured here first.
             checkpoint: A file of ``Checkpoint.save`` from which a single job resumes.
             time_limit: Seconds, or text like ``"2h"``, of running, all runs together, after which the job is ended as

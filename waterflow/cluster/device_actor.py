@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from waterflow.cluster.backend import DeviceState, Request
 from waterflow.cluster.losses import Silence
 from waterflow.cluster.shared_folder import SharedFolder
-from waterflow.cluster.worker import BEAT_SECONDS, FIRST_SECONDS, Hello, Numbered, Worker, WorkerSettings
+from waterflow.cluster.worker import BEAT_SECONDS, FIRST_SECONDS, Worker, WorkerSettings
 
 
 class DeviceActor:
@@ -27,20 +28,18 @@ class DeviceActor:
         if outlive > 0:
             threading.Thread(target=self._end_when_forgotten, args=(outlive,), daemon=True).start()
 
-    def events(self, epoch: int, after: int, timeout: float) -> tuple[int, Hello | None, list[Numbered]]:
-        """Return the events after number ``after`` of process ``epoch``, or a ``Hello`` if this is another process."""
+    def news(self, epoch: int, known: int, timeout: float) -> tuple[int, DeviceState]:
+        """Return the state and its version, at once if this is not the process ``epoch``; see ``Worker.news``."""
         self._asked.broken()
-        if epoch != self._epoch:
-            return self._epoch, self._worker.hello(), []
-        return epoch, None, self._worker.events(after, timeout)
+        return self._worker.news(known, timeout if epoch == self._epoch else 0.0)
 
-    def request(self, epoch: int, name: str, arguments: dict[str, Any]) -> None:
-        """Carry out a request for the process ``epoch``.
+    def request(self, epoch: int, first: int, requests: Sequence[Request]) -> None:
+        """Take up requests to the process ``epoch``.
 
-        Ray also delivers requests for the process before it: these are dropped.
+        Ray also delivers requests to the process before it: these are dropped.
         """
         if epoch == self._epoch:
-            self._worker.request(name, arguments)
+            self._worker.request(first, requests)
 
     def _end_when_forgotten(self, seconds: float) -> None:
         # Time in which this process itself stood still does not count: see ``Silence``.

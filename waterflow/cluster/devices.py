@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from waterflow.cluster.submission import Node, Place
 
@@ -173,6 +173,21 @@ class Devices:
             del by_free[count][node]
             by_free[count + 1][node] = None
         self.free += len(devices)
+
+    def notes(self) -> dict[str, Any]:
+        """Return the nodes and the order of free devices, of which the first are taken first, as JSON types."""
+        return {
+            "nodes": [[node.name, len(node.devices), node.memory] for node in self.nodes.values()],
+            "by_free": [[node.name for node in nodes] for nodes in self._by_free],
+            "free": {node.name: [device.place[1] for device in node.free] for node in self.nodes.values()},
+        }
+
+    def put_in_order(self, notes: Mapping[str, Any]) -> None:
+        """Bring the free devices into the order of ``notes``; nodes, and which of their devices are free, must be the same."""
+        self._by_free = [{self.nodes[name]: None for name in names} for names in notes["by_free"]]
+        for name, free in notes["free"].items():
+            node = self.nodes[name]
+            node.free = {node.devices[index]: None for index in free}
 
     def check(self) -> None:
         """Walk all nodes; raise AssertionError if two counts contradict each other."""

@@ -1,4 +1,4 @@
-"""One group of jobs in the process of a device, or the part of it that the device has: training, reports, checkpoints, stops."""
+"""One group of jobs in the process of a device: training, what is told of it, checkpoints, stops."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from waterflow import _C
-from waterflow.cluster.backend import BackendEvent, Checkpointed, Ended, How, Progress, Started
+from waterflow.cluster.backend import How, Part, Request
 from waterflow.cluster.payload import read_result, unpack, write_result
 from waterflow.cluster.shared_folder import Fenced, SharedFolder
 from waterflow.cluster.submission import Priority
@@ -75,18 +75,6 @@ _count = itertools.count(1)  # of files that this process makes
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part of one start (``run``) of an id: the jobs ``share``, ``share + shares``, ... of the group."""
-
-    id: str
-    run: int
-    share: int = 0
-    shares: int = 1
-    priority: Priority = "guaranteed"
-    started: bool = False
-
-
-@dataclass(frozen=True)
 class Process:
     """The process that a group runs in."""
 
@@ -97,16 +85,17 @@ class Process:
 
 
 class RunningGroup:
-    """The running jobs of one part. Thread-safe; it calls ``tell`` from its own threads."""
+    """The jobs of one run, until it has ended. Thread-safe.
 
-    def __init__(
-        self, part: Part, resume: bool, process: Process, tell: Callable[[int, BackendEvent], None], fenced: Callable[[], None]
-    ) -> None:
-        self.part = part
-        self.priority = part.priority
+    ``part`` is what the device tells of it; ``tell`` is called, from threads of its own, when that has news.
+    """
+
+    def __init__(self, start: Request, process: Process, tell: Callable[[], None], fenced: Callable[[], None]) -> None:
+        self.id, self.run = start.id, start.run
+        self.part = Part(start.id, start.run, "beginning", start.priority)
         self._process = process
-        self._resume = resume
-        self._tell_run = tell
+        self._resume = start.resume
+        self._tell = tell
         self._fenced = fenced
         self._jobs: dict[int, Job | Task] = {}
         self._runners: dict[int, JobRunner] = {}
@@ -125,12 +114,17 @@ class RunningGroup:
         self._lost = 0  # how many starts before this one ended with a lost device
         self._last = (time.monotonic(), 0)
         self._began = time.monotonic()
-        self.started = self.over = False
-        self._thread = threading.Thread(target=self._run, name=part.id, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=self.id, daemon=True)
 
-    def start(self) -> None:
-        """Begin to train on a thread of its own; ``tell`` receives the events."""
-        self._thread.start()
+    def start(self, past: int = 0) -> None:
+        """Begin to train on a thread of its own; a run that is not above ``past``, the newest forgotten one, is refused."""
+        if self.run <= past:
+            self._end("refused", f"run {past} of it was here before")
+            return
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._end("refused", str(error))
 
     # -- requests
 
@@ -146,14 +140,15 @@ class RunningGroup:
                 return
             self._halted = how
             runners = list(self._runners.items())
+        self._change(stopping=how)
         for number, runner in runners:
             stop = self._suspend_one if suspend else self._cancel_one
             threading.Thread(target=stop, args=(number, runner), daemon=True).start()
-        if not self.started and not suspend:
+        if self.part.phase == "beginning" and not suspend:
             threading.Thread(target=self._break_off_beginning, daemon=True).start()
 
     def save(self) -> None:
-        """Write a checkpoint of each job that trains, and report them. Waits for the ends of current steps."""
+        """Write a checkpoint of each job that trains. Waits for the ends of current steps."""
         with self._saving:
             with self._lock:
                 runners = {} if self._halted else dict(self._runners)
@@ -174,9 +169,10 @@ class RunningGroup:
                 except Exception as error:  # it ended meanwhile, or its state cannot be captured: it trains on
                     logger.info("no checkpoint of job %r: %s", self._jobs[number].name, error)
             if saved:
+                self._process.folder.drop_states(self.id)
                 with self._lock:
-                    steps = sum(self._reached.values())  # without the steps that jobs have trained since
-                self._tell(Checkpointed(*self._who, self._process.folder.job(self.part.id), steps))
+                    reached = sum(self._reached.values())  # without the steps that jobs have trained since
+                self._change(saved=reached)
             # Saving that took t seconds is followed by t / SAVING_SHARE seconds without, whatever the configured
             # interval.
             self._next_save = max(self._next_save or 0.0, time.monotonic() + took / SAVING_SHARE)
@@ -199,8 +195,8 @@ class RunningGroup:
 
     def set_priority(self, priority: Priority) -> None:
         """Set the priority of all jobs in the engine."""
+        self._change(priority=priority)
         with self._lock:
-            self.priority = priority
             runners = list(self._runners.values())
         for runner in runners:
             runner.lease.set(priority)
@@ -213,8 +209,8 @@ class RunningGroup:
                 reached[number] = max(reached.get(number, 0), runner.steps)
             return sum(reached.values())
 
-    def progress(self, utilization: float) -> Progress:
-        """Return the progress, with the speed since the last call. ``utilization`` is that of the device."""
+    def measure(self) -> None:
+        """Measure its progress, and its speed since the last call."""
         steps, now = self.steps(), time.monotonic()
         # Steps of several jobs interleave: the wall time counts once for each of them.
         (since, before), self._last = self._last, (now, steps)
@@ -224,7 +220,8 @@ class RunningGroup:
         step_seconds = (now - since) * max(1, len(runners)) / done if done else 0.0
         fraction = min(1.0, steps / self._length) if self._length else None
         memory, seconds = sum(map(_memory, runners)), now - self._began
-        return Progress(*self._who, steps, fraction, step_seconds, memory, utilization, seconds)
+        # Not told at once: it goes with the next sign of life.
+        self._change(False, steps=steps, fraction=fraction, step_seconds=step_seconds, memory=memory, seconds=seconds)
 
     # -- its threads
 
@@ -244,52 +241,60 @@ class RunningGroup:
                 how, reason = "failed", f"{type(error).__name__}: {error}"
             with self._saving:  # a save under way leaves nothing behind the end; later ones find no job
                 pass
-            # The end is written to the shared folder, where a backend finds it that takes over after this process has
-            # ended.
-            note = folder.own(epoch) / f"{next(_count)}.ended"
-            told = json.dumps({"how": how, "reason": reason[:LONGEST_REASON], "steps": self.steps()})
+            # The end is noted in the shared folder, where it is found if this process ends before it has told of it.
+            note, steps = folder.own(epoch) / f"{next(_count)}.ended", self.steps()
+            told = json.dumps({"how": how, "reason": reason[:LONGEST_REASON], "steps": steps})
 
             def write() -> None:
                 note.write_text(told)
-                folder.publish(epoch, note, folder.ended(self.part.id, self.part.run, self.part.share))
+                folder.publish(epoch, note, folder.ended(self.id, self.run))
 
-            when_there_is_room(f"the end of {self.part.id!r}", write)
+            when_there_is_room(f"the end of {self.id!r}", write)
+            if how == "completed":
+                folder.drop_states(self.id, keep=0)  # it is never resumed
         except (Fenced, FileNotFoundError):
             return self._fenced()
-        self.over = True
-        self._tell(Ended(*self._who, how, folder.job(self.part.id), reason[:LONGEST_REASON], self.steps()))
+        self._end(how, reason[:LONGEST_REASON], steps)
+
+    def _end(self, how: How, reason: str, steps: int = 0) -> None:
+        self._change(phase="ended", how=how, reason=reason, steps=steps, seconds=time.monotonic() - self._began)
+
+    def _change(self, tell: bool = True, **fields: Any) -> None:
+        with self._lock:
+            if self.part.phase != "ended":
+                self.part = replace(self.part, **fields)
+        if tell:
+            self._tell()
 
     def _begin(self) -> None:
-        folder, part = self._process.folder, self.part
-        self._lost = folder.lost_before(part.id, part.run)
+        folder, id = self._process.folder, self.id
+        self._lost = folder.lost_before(id, self.run)
         with self._user_code.here():
-            jobs = unpack(folder.payload(part.id, part.run).read_bytes())
+            jobs = unpack(folder.payload(id, self.run).read_bytes())
         # Jobs without a seed get the same ones wherever and whenever the group starts.
-        numbers = torch.Generator().manual_seed(zlib.crc32(part.id.encode()))
+        numbers = torch.Generator().manual_seed(zlib.crc32(id.encode()))
         seeds = [draw_seed(numbers) for _ in jobs]
-        mine = {n: job for n, job in enumerate(jobs) if n % part.shares == part.share}
         states: dict[int, Checkpoint] = {}
-        for number in mine if self._resume else ():
-            result = folder.last_result(part.id, number)
-            state = folder.last_state(part.id, number)
+        for number, job in enumerate(jobs) if self._resume else ():
+            result = folder.last_result(id, number)
+            state = folder.last_state(id, number)
             # A job that had ended before the group was lost is not trained again.
             if result is not None and (known := read_result(result)).status != "cancelled":
                 self._results[number] = known
             elif state is not None:
-                job = mine[number]
                 states[number] = _loaded(state, None if isinstance(job, Task) else job.name)
-        self._jobs, self._states = mine, states
-        self._length = _length(list(mine.values()))
+        self._jobs, self._states = dict(enumerate(jobs)), states
+        self._length = _length(jobs)
         self._reached = {number: known.steps for number, known in (states | self._results).items()}
         self._seeds = seeds
         self._last = (time.monotonic(), self.steps())
-        self.started = True
-        self._tell(Started(*self._who))
+        self.measure()
+        self._change(phase="training")
 
     def _train(self) -> tuple[How, str]:
         # More jobs at once than lanes, so that a lane is busy while another job evaluates or reads data.
         at_once = 2 * self._process.engine.lanes
-        with ThreadPoolExecutor(at_once, thread_name_prefix=self.part.id) as threads:
+        with ThreadPoolExecutor(at_once, thread_name_prefix=self.id) as threads:
             for done in [threads.submit(self._drive, n) for n in self._jobs if n not in self._results]:
                 done.result()
         if self._halted is not None and len(self._results) < len(self._jobs):
@@ -309,7 +314,7 @@ class RunningGroup:
                 if isinstance(job, Task)
                 else JobRunner(job, process.engine, seed=seed, resume=state)
             )
-            runner.lease.set(self.priority)
+            runner.lease.set(self.part.priority)
             self._runners[number] = runner
         result: JobResult | None = None
         try:
@@ -321,7 +326,7 @@ class RunningGroup:
                 return
             ended = result
             written = process.folder.own(process.epoch) / f"{next(_count)}.result"
-            to = process.folder.result(self.part.id, number, self.part.run, process.epoch)
+            to = process.folder.result(self.id, number, self.run, process.epoch)
 
             def write() -> None:
                 write_result(ended, written)
@@ -362,21 +367,14 @@ class RunningGroup:
 
     def _break_off_beginning(self) -> None:
         self._thread.join(PATIENCE)
-        if not self.started:
+        if self.part.phase == "beginning":
             self._user_code.break_off()
 
     def _write(self, number: int, state: Checkpoint, count: int) -> None:
-        process, part = self._process, self.part
+        process = self._process
         written = process.folder.own(process.epoch) / f"{count}.checkpoint"
         state.save(written)
-        process.folder.publish(process.epoch, written, process.folder.state(part.id, number, part.run, process.epoch, count))
-
-    @property
-    def _who(self) -> tuple[str, str, int]:
-        return self.part.id, self._process.node, self._process.epoch
-
-    def _tell(self, event: BackendEvent) -> None:
-        self._tell_run(self.part.run, event)
+        process.folder.publish(process.epoch, written, process.folder.state(self.id, number, self.run, process.epoch, count))
 
 
 def _loaded(file: Path, job: str | None) -> Checkpoint:

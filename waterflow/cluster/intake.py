@@ -58,12 +58,15 @@ def checked(given: dict[str, Any]) -> Submission:
         )
     if not 0 <= given.get("memory", 0) <= MOST:
         raise SubmissionError(f"job {given['id']!r}: memory must be a number of bytes; got {given['memory']}")
-    if not 1 <= given.get("devices", 1) <= MOST:
-        raise SubmissionError(f"job {given['id']!r}: devices must be 1 or more; got {given['devices']}")
+    if given.get("devices", 1) != 1:
+        raise SubmissionError(
+            f"job {given['id']!r}: devices must be 1, as a job runs on one device; got {given['devices']}. Submit several jobs "
+            "each by itself, or the members of one with submit_apart"
+        )
     duration = given.get("duration")
     if duration is not None and not (0 <= duration <= MOST and math.isfinite(duration)):
         raise SubmissionError(f"job {given['id']!r}: duration must be a number of seconds, 0 or more; got {duration}")
     limit = given.get("time_limit")
     if limit is not None and not (math.isfinite(limit) and limit > 0):
         raise SubmissionError(f"job {given['id']!r}: time_limit must be a positive number of seconds; got {limit}")
-    return Submission.from_dict(given)
+    return Submission(**given)

@@ -17,6 +17,7 @@ from waterflow.cluster.state import log_file, make_folder, private
 from waterflow.errors import ClusterError
 from waterflow.executor.memory_limit import parse_memory
 
+LIVE = sorted(set(POLICIES) - {"elastic_tiresias"})  # the policies of a live cluster
 DEVICES = ("cpu", "cuda")  # kinds of device; which GPU a process sees follows from its node
 READY_SECONDS = 180.0  # for the process to answer
 
@@ -47,7 +48,12 @@ class ClusterConfig:
     def check(self) -> None:
         """Raise ClusterError or InvalidJobError if a field is invalid."""
         if self.policy not in POLICIES:
-            raise ClusterError(f"no policy is called {self.policy!r}; there are {', '.join(sorted(POLICIES))}")
+            raise ClusterError(f"no policy is called {self.policy!r}; there are {', '.join(LIVE)}")
+        if self.policy not in LIVE:
+            raise ClusterError(
+                f"policy {self.policy!r} changes the number of a job's devices, and a job of a live cluster runs on one; take "
+                "las, or try it in simulate"
+            )
         if not self.nodes or len(set(self.nodes)) < len(self.nodes):
             raise ClusterError(f"a cluster needs one device at least, each with a name of its own; got {list(self.nodes)}")
         names = [name for name, _ in self.tenants]

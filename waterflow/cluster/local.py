@@ -17,12 +17,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
 
-from waterflow.cluster.backend import BackendError
-from waterflow.cluster.ledger import OwnLedger
+from waterflow.cluster.backend import Request
 from waterflow.cluster.losses import Silence
-from waterflow.cluster.worker import Hello, WorkerSettings, settings_as_text
+from waterflow.cluster.nodes import OwnNodes
+from waterflow.cluster.worker import END, WorkerSettings, settings_as_text
+from waterflow.errors import BackendError
 from waterflow.executor.memory_limit import DEFAULT_MEMORY
 
 logger = logging.getLogger("waterflow")
@@ -55,7 +55,7 @@ class _Child:
     again: float = 0.0  # when to start it again
 
 
-class LocalBackend(OwnLedger):
+class LocalBackend(OwnNodes):
     """A ``Backend`` over the devices of this machine.
 
     Each is a node, ``device-0``, ``device-1``, ... or as ``devices`` names them.
@@ -101,31 +101,31 @@ class LocalBackend(OwnLedger):
         except BaseException:
             self.close()
             raise
-        self._all_joined()
 
     def process(self, node: str) -> int:
         """Return the process id of a node."""
         return self._children[node].pid
 
-    # -- Ledger
+    # -- Nodes
 
-    def _send(self, node: str, name: str, arguments: dict[str, Any]) -> None:
+    def _send(self, node: str, first: int, requests: Sequence[Request]) -> None:
         child = self._children[node]
-        if child.joined and child.connection is not None:
-            with contextlib.suppress(OSError):  # its end will be noticed
-                child.connection.send((name, arguments))
+        if child.connection is not None:
+            child.connection.send((first, list(requests)))
 
-    def _end_process(self, node: str, epoch: int, why: str) -> None:
-        child = self._children[node]
-        if child.epoch == epoch and child.connection is not None:
-            self._end(child, why)
+    def end_process(self, node: str, epoch: int, why: str) -> None:
+        """See ``Backend``."""
+        with self._guard:
+            child = self._children[node]
+            if child.epoch == epoch and child.connection is not None:
+                self._end(child, why)
 
     def _listen(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         while True:
             self._look_after()
             left = deadline - time.monotonic()
-            if self._news or left <= 0 or self._closed:
+            if self._heard or left <= 0 or self._closed:
                 return
             self._wait(min(left, 0.1))
 
@@ -150,19 +150,18 @@ class LocalBackend(OwnLedger):
         wait([*(child.connection for child in there), *(child.alive for child in there)], timeout)  # type: ignore[list-item]
 
     def _hear(self, child: _Child) -> str | None:
-        """Take the events of a child; return the reason if its process has ended, else None."""
+        """Take the states of a child; return the reason if its process has ended, else None."""
         assert child.connection is not None
         try:
-            # Read before the pidfd is tested: an ended process may have left events in the socket.
+            # Read before the pidfd is tested: an ended process may have left states in the socket.
             while child.connection.poll():
-                said = child.connection.recv()
+                state = child.connection.recv()
                 child.silence.broken()
-                if isinstance(said, Hello):
-                    if not child.joined:
-                        child.joined = True
-                        self._joined(said)
+                if child.joined:
+                    self._told(state)
                 else:
-                    self._take(child.node, child.epoch, said)
+                    child.joined = True
+                    self._joined(state)
         except (EOFError, OSError):
             pass
         else:
@@ -200,23 +199,15 @@ class LocalBackend(OwnLedger):
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(path)
             listener.listen()
-            command = [
-                sys.executable,
-                "-c",
-                "from waterflow.cluster.worker import main; main()",
-                "--node",
-                child.node,
-                "--epoch",
-                str(epoch),
-                "--folder",
-                str(self.folder.path),
-                "--listener",
-                str(listener.fileno()),
-                "--outlive",
-                str(self._outlive),
-                "--settings",
-                settings_as_text(child.settings),
-            ]
+            options: dict[str, object] = {
+                "node": child.node,
+                "epoch": epoch,
+                "folder": self.folder.path,
+                "outlive": self._outlive,
+            }
+            options |= {"listener": listener.fileno(), "settings": settings_as_text(child.settings)}
+            command = [sys.executable, "-c", "from waterflow.cluster.worker import main; main()"]
+            command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
             with log.open("ab") as output:
                 child.popen = subprocess.Popen(
                     command,
@@ -301,7 +292,7 @@ class LocalBackend(OwnLedger):
         for child in children:
             if child.connection is not None and end:
                 with contextlib.suppress(OSError):
-                    child.connection.send(("end", {}))
+                    child.connection.send(END)
         for child in children:
             if end:
                 _wait_for_end(child)

@@ -78,7 +78,7 @@ class Losses:
         if start:
             self._running_since[id] = now
             self._further_since.pop(id, None)
-        self._store.set_since(id, now)
+        self._store.change(id, unsaved_since=now)
 
     def lost(self, now: float, jobs: Sequence[JobRecord], reached: Mapping[str, int]) -> list[str]:
         """Record that a device was lost under ``jobs``; return the ids of those that must run alone from now on.
@@ -88,8 +88,7 @@ class Losses:
         # One number for all jobs on the device: when one of them is the cause, the loss is explained for all.
         number = 1 + max((loss.number for losses in self._by_job.values() for loss in losses), default=0)
         for job in jobs:
-            since = self._store.since(job.id)
-            ran = max(0.0, now - since) if since is not None else 0.0
+            ran = max(0.0, now - job.unsaved_since) if job.unsaved_since is not None else 0.0
             loss = Loss(number, job.id, len(jobs) == 1, ran, job.steps, max(job.steps, reached.get(job.id, 0)))
             self._store.add_loss(*astuple(loss))
             self._note(loss)

@@ -12,24 +12,21 @@ import contextlib
 import hashlib
 import logging
 import os
-import secrets
-import shutil
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from waterflow.cluster.backend import BackendError
+from waterflow.cluster.backend import DeviceState, Request
 from waterflow.cluster.device_actor import DeviceActor
-from waterflow.cluster.ledger import OwnLedger
 from waterflow.cluster.losses import Silence
-from waterflow.cluster.ray_share import HEALTH, RayEnvironment, RayShare
-from waterflow.cluster.worker import BEAT_SECONDS, Hello, WorkerSettings
-from waterflow.executor.cores import usable_cores
+from waterflow.cluster.nodes import OwnNodes
+from waterflow.cluster.ray_share import RayEnvironment, RayShare
+from waterflow.cluster.worker import BEAT_SECONDS, WorkerSettings
+from waterflow.errors import BackendError
 
 logger = logging.getLogger("waterflow")
 
@@ -45,28 +42,28 @@ class _Actor:
 
     node: str
     handle: Any
-    hello: Hello | None = None  # of its process now
+    state: DeviceState | None = None  # the newest one of its process now
+    version: int = -1  # of that state
     answer: Any = None  # the reference to the pending answer
     silence: Silence = field(default_factory=Silence)
     again: float = 0.0  # the time of the next call, after one that failed
 
 
-class RayBackend(OwnLedger):
+class RayBackend(OwnNodes):
     """A ``Backend`` over the devices of a Ray cluster: each is a node, ``device-0``, ``device-1``, ...
 
-    Ray reserves for each device what it trains on; see ``RayShare``. ``address`` is that of a running cluster, ``host:port``;
-    None makes one on this machine with ``devices`` made-up devices, which ends with the backend. ``folder`` is shared by all
-    nodes. ``token`` is the file with the cluster's token; a cluster beyond this machine needs one (or ``RAY_AUTH_TOKEN`` or
-    ``RAY_AUTH_TOKEN_PATH``). ``settings``, ``cores`` and ``silent_seconds`` are as in ``LocalBackend``. With ``outlive``
-    above 0 the actors are detached: after this process has ended they stay for so many seconds, 10 at least, and a backend
-    with the same folder and address takes them over.
+    Ray reserves for each device what it trains on; see ``RayShare``. ``address`` is that of a running cluster, ``host:port``.
+    ``folder`` is shared by all nodes. ``token`` is the file with the cluster's token; a cluster beyond this machine needs one
+    (or ``RAY_AUTH_TOKEN`` or ``RAY_AUTH_TOKEN_PATH``). ``settings``, ``cores`` and ``silent_seconds`` are as in
+    ``LocalBackend``. With ``outlive`` above 0 the actors are detached: after this process has ended they stay for so many
+    seconds, 10 at least, and a backend with the same folder and address takes them over.
 
     Raises BackendError if there is no such device, no token, or no answer.
     """
 
     def __init__(
         self,
-        address: str | None = None,
+        address: str,
         folder: str | Path | None = None,
         *,
         devices: int | None = None,
@@ -82,15 +79,10 @@ class RayBackend(OwnLedger):
         self._namespace = "waterflow-" + hashlib.sha256(str(self.folder.path).encode()).hexdigest()[:12]
         self._actors: dict[str, _Actor] = {}
         self._next_look = 0.0
-        self._own_cluster: LoopbackCluster | None = None
         self._environment: RayEnvironment | None = None
         self._ray: Any = None
         self._share = RayShare(settings, self._cores)
         try:
-            if address is None:
-                self._share.cpus = self._share.cpus or usable_cores()
-                self._own_cluster = LoopbackCluster([devices or 1], cpus=self._share.cpus)
-                address, token = self._own_cluster.address, self._own_cluster.token
             given, loopback = Path(token) if token is not None else None, address.startswith(LOOPBACK)
             self._environment = RayEnvironment(given, loopback)
             self._ray = _connected(address, given, self._namespace, loopback)
@@ -98,24 +90,25 @@ class RayBackend(OwnLedger):
         except BaseException:
             self.close()
             raise
-        self._all_joined()
 
     def process(self, node: str) -> int:
         """Return the process id of a node, on its machine."""
-        hello = self._actors[node].hello
-        return hello.pid if hello is not None else 0
+        state = self._actors[node].state
+        return state.pid if state is not None else 0
 
-    # -- Ledger
+    # -- Nodes
 
-    def _send(self, node: str, name: str, arguments: dict[str, Any]) -> None:
+    def _send(self, node: str, first: int, requests: Sequence[Request]) -> None:
         actor = self._actors[node]
-        if actor.hello is not None:
-            actor.handle.request.remote(actor.hello.epoch, name, arguments)
+        if actor.state is not None:
+            actor.handle.request.remote(actor.state.epoch, first, list(requests))
 
-    def _end_process(self, node: str, epoch: int, why: str) -> None:
-        actor = self._actors[node]
-        if actor.hello is not None and actor.hello.epoch == epoch:
-            self._end(actor, why)
+    def end_process(self, node: str, epoch: int, why: str) -> None:
+        """See ``Backend``."""
+        with self._guard:
+            actor = self._actors[node]
+            if actor.state is not None and actor.state.epoch == epoch:
+                self._end(actor, why)
 
     def _listen(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
@@ -123,7 +116,7 @@ class RayBackend(OwnLedger):
             self._look_for_devices()
             self._look_after()
             left = deadline - time.monotonic()
-            if self._news or left <= 0:
+            if self._heard or left <= 0:
                 return
             answers = [actor.answer for actor in self._actors.values() if actor.answer is not None]
             if answers:
@@ -137,53 +130,52 @@ class RayBackend(OwnLedger):
         for actor in self._actors.values():
             with self._guard:
                 if actor.answer is None and time.monotonic() >= actor.again:
-                    self._ask_for_events(actor)
+                    self._ask_for_news(actor)
                 elif actor.answer is not None and self._ray.wait([actor.answer], timeout=0)[0]:
                     self._hear(actor)
-                if actor.silence.passed() > self._silent and actor.hello is not None:
+                if actor.silence.passed() > self._silent and actor.state is not None:
                     self._end(actor, f"its process was silent for {self._silent:g} s")
 
-    def _ask_for_events(self, actor: _Actor) -> None:
-        known = self._known.get(actor.node)
-        after = known.heard if known is not None else 0
-        epoch = actor.hello.epoch if actor.hello is not None else 0
-        # One pending call for each actor, which waits for events on the actor's side.
-        actor.answer = actor.handle.events.remote(epoch, after, BEAT_SECONDS)
+    def _ask_for_news(self, actor: _Actor) -> None:
+        epoch = actor.state.epoch if actor.state is not None else 0
+        # One pending call for each actor, which waits for news on the actor's side.
+        actor.answer = actor.handle.news.remote(epoch, actor.version, BEAT_SECONDS)
 
     def _hear(self, actor: _Actor) -> None:
         answer, actor.answer = actor.answer, None
         try:
-            epoch, hello, events = self._ray.get(answer)
+            actor.version, state = self._ray.get(answer)
         except self._ray.exceptions.RayError as error:
             actor.again = time.monotonic() + RETRY_SECONDS
-            if actor.hello is not None:
+            if actor.state is not None:
                 self._end(actor, f"its process ended: {str(error).splitlines()[0]}")
             return
         actor.silence.broken()
-        if hello is None:
-            self._take(actor.node, epoch, events)
-        elif not self.folder.is_fenced(epoch):
-            if actor.hello is not None:
+        if actor.state is not None and state.epoch == actor.state.epoch:
+            actor.state = state
+            self._told(state)
+        elif not self.folder.is_fenced(state.epoch):
+            if actor.state is not None:
                 self._end(actor, "its process was replaced by another one")
-            actor.hello = hello
-            self._joined(hello)
-        self._ask_for_events(actor)
+            actor.state = state
+            self._joined(state)
+        self._ask_for_news(actor)
 
     def _end(self, actor: _Actor, why: str) -> None:
-        assert actor.hello is not None
-        hello, actor.hello = actor.hello, None
-        logger.warning("node %r, epoch %d, is lost: %s", actor.node, hello.epoch, why)
-        self._lost(actor.node, hello.epoch, why)
-        self._kill(actor, hello)
+        assert actor.state is not None
+        state, actor.state = actor.state, None
+        logger.warning("node %r, epoch %d, is lost: %s", actor.node, state.epoch, why)
+        self._lost(actor.node, state.epoch, why)
+        self._kill(actor, state)
         if actor.answer is not None:  # a fenced process may take for ever to answer
             actor.answer, actor.again = None, time.monotonic() + RETRY_SECONDS
 
-    def _kill(self, actor: _Actor, hello: Hello) -> None:
+    def _kill(self, actor: _Actor, state: DeviceState) -> None:
         # Ray's request to end does not reach a process that stands still; SIGKILL does. Ray restarts the actor either
         # way.
-        if hello.machine == socket.gethostname():
+        if state.machine == socket.gethostname():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(hello.pid, signal.SIGKILL)
+                os.kill(state.pid, signal.SIGKILL)
         else:
             self._ray.kill(actor.handle, no_restart=False)
 
@@ -205,11 +197,11 @@ class RayBackend(OwnLedger):
             **self._share.reserved(),
             max_restarts=-1,
             max_task_retries=0,
-            concurrency_groups={"events": 1, "request": 1},
+            concurrency_groups={"news": 1, "request": 1},
             **(detached if self._outlive > 0 else {}),
         )
-        # A thread for each: requests come in their order, also while events are awaited.
-        for name in ("events", "request"):
+        # A thread for each: requests come in their order, also while news are awaited.
+        for name in ("news", "request"):
             self._ray.method(concurrency_group=name)(getattr(DeviceActor, name))
         return remote(DeviceActor).remote(node, str(self.folder.path), settings, self._outlive)
 
@@ -218,10 +210,10 @@ class RayBackend(OwnLedger):
         self._look_for_devices()
         if not self._actors:
             raise BackendError(self._share.nothing())
-        while any(actor.hello is None for actor in self._actors.values()):
+        while any(actor.state is None for actor in self._actors.values()):
             if time.monotonic() > deadline:
                 raise BackendError(
-                    f"{sum(a.hello is None for a in self._actors.values())} of {len(self._actors)} devices of the Ray "
+                    f"{sum(a.state is None for a in self._actors.values())} of {len(self._actors)} devices of the Ray "
                     f"cluster did not answer within {READY_SECONDS:g} s; see {self.folder.path / 'logs'}"
                 )
             self._look_after()
@@ -233,107 +225,22 @@ class RayBackend(OwnLedger):
         for actor in self._actors.values():
             if end:
                 self._ray.kill(actor.handle, no_restart=True)
-                if actor.hello is not None:
-                    self.folder.fence(actor.hello.epoch)
+                if actor.state is not None:
+                    self.folder.fence(actor.state.epoch)
         if self._ray is not None:
             self._ray.shutdown()
         if self._environment is not None:
             self._environment.put_back()
-        if self._own_cluster is not None:
-            self._own_cluster.close()
-
-
-class LoopbackCluster:
-    """Several nodes of Ray on this machine, with made-up GPUs: ``gpus`` gives their number for each node. For tests and trials.
-
-    Each GPU comes with ``cpus`` made-up CPUs. All nodes listen on 127.0.0.1 alone, ask for a token (``token`` is its file),
-    have no dashboard unless ``dashboard``, and report no usage. One at a time in a process; ``close`` restores the process's
-    environment.
-    """
-
-    def __init__(self, gpus: Sequence[int] = (1,), dashboard: bool = False, cpus: int = 1) -> None:
-        self._cpus = cpus
-        self._folder = Path(tempfile.mkdtemp(prefix="wf-ray-"))
-        self.token = self._folder / "token"
-        self.token.touch(0o600)
-        self.token.write_text(secrets.token_hex(32))
-        self._environment = RayEnvironment(self.token, loopback=True)
-        _load()
-        from ray._common.utils import get_default_ray_temp_dir
-        from ray.cluster_utils import Cluster
-
-        Path(get_default_ray_temp_dir()).mkdir(parents=True, exist_ok=True)  # it writes the address there
-
-        settings = {"node_ip_address": "127.0.0.1", "num_cpus": 0, "include_dashboard": False}
-        head = settings | {"include_dashboard": dashboard, "_system_config": HEALTH, "temp_dir": str(self._folder / "r")}
-        self._cluster = Cluster(initialize_head=True, head_node_args=head)
-        try:
-            self.nodes = [
-                self._cluster.add_node(wait=False, **settings | {"num_gpus": count, "num_cpus": count * cpus}) for count in gpus
-            ]
-            self._cluster.wait_for_nodes()
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def address(self) -> str:
-        """The address for ``RayBackend``."""
-        return str(self._cluster.address)
-
-    def kill(self, number: int) -> None:
-        """End all processes of a node at once, with SIGKILL, as if its machine had lost its power."""
-        started = [entry.process.pid for entries in self.nodes[number].all_processes.values() for entry in entries]
-        for pid in [*started, *(child for parent in started for child in _children(parent))]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self._cluster.remove_node(self.nodes.pop(number), allow_graceful=False)
-
-    def number_of(self, process: int) -> int:
-        """Return the index in ``nodes`` of the node that a process belongs to. Raises LookupError."""
-        for number, node in enumerate(self.nodes):
-            started = (entry.process.pid for entries in node.all_processes.values() for entry in entries)
-            if any(process in _children(pid) for pid in started):
-                return number
-        raise LookupError(f"process {process} is of none of the {len(self.nodes)} nodes")
-
-    def add(self, gpus: int = 1) -> None:
-        """Add one node."""
-        self.nodes.append(
-            self._cluster.add_node(
-                num_gpus=gpus, num_cpus=gpus * self._cpus, node_ip_address="127.0.0.1", include_dashboard=False
-            )
-        )
-
-    def close(self) -> None:
-        """End all nodes."""
-        self._cluster.shutdown()
-        self._environment.put_back()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def __enter__(self) -> LoopbackCluster:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-
-def _children(pid: int) -> list[int]:
-    found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            for child in map(int, task.read_text().split()):
-                found += [child, *_children(child)]
-    return found
 
 
 def end_this_actor() -> None:
     """End this actor's process for good, from any of its threads."""
-    ray = _load()
+    ray = load_ray()
     ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
-def _load() -> Any:
+def load_ray() -> Any:
+    """Import Ray with the settings that the environment has now. Raises BackendError if it is not installed."""
     # Ray reads the environment when it is imported; it may have been imported before, with other settings.
     try:
         import ray
@@ -357,7 +264,7 @@ def _connected(address: str, token: Path | None, namespace: str, loopback: bool)
         )
     if token is not None and not token.is_file():
         raise BackendError(f"there is no token {token}; give the file that the cluster was started with")
-    ray = _load()
+    ray = load_ray()
     if ray.is_initialized():
         raise BackendError("this process uses Ray already; ray.shutdown() first, or start the backend in a process of its own")
     try:

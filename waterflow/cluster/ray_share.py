@@ -11,16 +11,6 @@ from typing import Any
 from waterflow.cluster.worker import WorkerSettings
 from waterflow.executor.memory_limit import DEFAULT_MEMORY
 
-# Ray notices a dead node after period * threshold at most.
-HEALTH = {
-    "health_check_initial_delay_ms": 0,
-    "health_check_period_ms": 300,
-    "health_check_timeout_ms": 1000,
-    "health_check_failure_threshold": 4,
-    "timeout_ms_task_wait_for_death_info": 100,  # the delay until a call reports that its actor died
-    "worker_niceness": 0,
-}
-
 
 class RayEnvironment:
     """The environment variables that Ray reads, set in this process until ``put_back``; processes that it starts inherit them."""

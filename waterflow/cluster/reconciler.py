@@ -1,367 +1,337 @@
-"""Requests to the backend, from the difference between the wanted state of each job and what was requested before.
+"""The comparison of the table of jobs with what devices tell, and the requests that bring the two together.
 
-The scheduler has the wanted state: where a job runs, and with which priority. The store has the requested state, written
-before the request is made. So there is no list of actions that could be carried out twice: after a restart the same
-comparison goes on, with the jobs that the backend reports as running.
+The scheduler's book says where jobs are to run, a job's row where its run is, and a device's state what it has of it. Nothing
+else is kept: a request is the difference between the two, and the next state says whether it is still to be made.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from waterflow.cluster.backend import Backend, BackendEvent, Checkpointed, Ended, NodeJoined, NodeLost, Progress, Started
-from waterflow.cluster.journal import JournaledScheduler
+from waterflow.cluster.backend import Backend, DeviceState, How, Part, Request
+from waterflow.cluster.book import Entry
 from waterflow.cluster.losses import MOST_LOSSES as MOST_LOSSES, Losses
-from waterflow.cluster.store import ENDED, NOT_NOW, JobRecord, Store
-from waterflow.cluster.stuck import Ask, Stuck
-from waterflow.cluster.submission import Action, Node, Place, Report
+from waterflow.cluster.scheduler import Scheduler
+from waterflow.cluster.store import ENDED, NOT_NOW, JobRecord, State, Store
+from waterflow.cluster.stuck import Stuck
+from waterflow.cluster.submission import Node, Report
+from waterflow.errors import BackendError
 from waterflow.units import format_seconds
 
 logger = logging.getLogger("waterflow")
 
-RETRY_SECONDS = 0.5  # after a start that the backend refused; twice as long after each more
-LONGEST_RETRY = 30.0
-LET_GO_SECONDS = 10.0  # for which a job waits for another one to leave its device
+AGAIN_SECONDS = 10.0  # before what went wrong with one job is tried again
+NOBODY_SAW = "its process ended while no scheduler ran"
 
 
 class Reconciler:
-    """Applies the backend's events to scheduler and store, and returns the requests to make. Its caller holds the lock.
+    """Brings scheduler and store up to what devices tell, and makes requests of what differs. Its caller holds the lock.
 
-    ``now`` is the caller's time. All methods but ``not_asked`` belong to a transaction of the store, which the caller opens.
+    ``now`` is the caller's time. ``see``, ``cancel`` and ``settle`` belong to a transaction of the store, which the caller
+    opens. Once that has failed, ``begin_again`` comes before anything else.
     """
 
-    def __init__(self, store: Store, backend: Backend, scheduler: JournaledScheduler) -> None:
+    def __init__(self, store: Store, backend: Backend, scheduler: Scheduler) -> None:
         self.store = store
         self.backend = backend
+        self._trouble: dict[str, tuple[float, str]] = {}  # of jobs: until when it is left alone, and why
+        self._first = True  # nothing was seen yet
+        self.begin_again(scheduler)
+
+    def begin_again(self, scheduler: Scheduler) -> None:
+        """Take up the table as it is, with a scheduler of its rows."""
         self.scheduler = scheduler
-        self.live: dict[str, dict[str, Progress]] = {}  # the last report of each running job, by node
-        self._epochs: dict[str, int] = store.meta("epochs") or {}  # of the nodes that the scheduler knows
-        self._unsettled: set[str] = set()
-        self._retry_at: dict[str, float] = {}
-        self._leaving: dict[str, tuple[float, frozenset[Place]]] = {}  # until when others wait for it, and where
-        self._held_up: set[str] = set()  # jobs that wait for places of leaving ones
-        self._unheard: set[str] = set()  # jobs whose priority was written, but perhaps never requested
-        self._refused: dict[str, tuple[int, str]] = {}  # how often the backend refused what a job needs, and why
-        self._failed: dict[str, str] = {}  # jobs that could not be settled, and why
-        self._losses = Losses(store)
-        self._stuck = Stuck(store, backend)
+        self.devices: dict[str, DeviceState] = {}  # the newest state of each process that the table knows
+        self.live: dict[str, Part] = {}  # what was seen last of each job that is on a device
+        self._epochs: dict[str, int] = self.store.meta("epochs") or {}  # of the nodes that the scheduler knows
+        self._losses = Losses(self.store)
+        self._stuck = Stuck(self.store, self.backend)
         self._now = 0.0
 
     def trouble(self) -> str | None:
-        """Return the reason why a job could not be settled, which is tried again; None if there is none."""
-        return next((f"job {id!r}: {why}" for id, why in self._failed.items()), None)
+        """Return what went wrong with a job, and is tried again; None if nothing did."""
+        return next((f"job {id!r}: {why}" for id, (_, why) in self._trouble.items()), None)
 
-    def due(self, now: float) -> bool:
-        """Return whether there is something to settle without a new event."""
-        late = any(until <= now for until, _ in self._leaving.values()) if self._held_up else False
-        return late or bool(self._unsettled) or any(at <= now for at in [*self._retry_at.values(), *self._stuck.times])
+    # -- what is
 
-    def touch(self, *ids: str, actions: list[Action] | None = None) -> None:
-        """Settle these jobs, and the jobs of the scheduler's ``actions``, at the next ``settle``."""
-        self._unsettled |= {*ids, *(action.id for action in actions or ())}
-
-    def take_up(self, now: float) -> None:
-        """Compare the store with the running backend: nodes first, then events that were not yet processed, then jobs."""
+    def see(self, now: float, states: Sequence[DeviceState]) -> None:
+        """Bring the table and the book up to what devices tell, and to the processes that are alive."""
         self._now = now
-        alive = {node.name: node for node in self.backend.nodes() if node.alive}
-        # If no process is left, the machine itself went down, and no job is to blame.
-        blame = any(self._epochs.get(node.name) == node.epoch for node in alive.values())
-        for name in [name for name in self.scheduler.book.devices.nodes if name not in alive]:
-            self._node_lost(name, blame)
-        for node in alive.values():
-            self._node_joined(NodeJoined(node.name, node.epoch, node.devices, node.memory), blame)
-        events = self.backend.poll(0.0)
-        for event in events:
-            self.take(now, event)
-        self.compare(now, {event.id for event in events if isinstance(event, Ended)})
+        heard = [self._hear(state) for state in states]
+        nodes = {node.name: node for node in self.backend.nodes()}
+        alive = {name: node.epoch for name, node in nodes.items() if node.alive}
+        # If no process of the last time is left when this one begins, the machine went down, and no job is to blame.
+        blame = not self._first or any(alive.get(name) == epoch for name, epoch in self._epochs.items())
+        gone = {name: epoch for name, epoch in self._epochs.items() if alive.get(name) != epoch}
+        why = {name: nodes[name].lost if name in nodes else "" for name in gone}
+        for name, epoch in gone.items():
+            self._node_lost(name, epoch, why[name], blame)
+        for job in self.store.placed() if gone or self._trouble else ():
+            if self._epochs.get(job.node or "") != job.epoch:
+                self._try(job.id, self._left_behind, job, why.get(job.node or "", ""), undo_turn=True)
+        for name, epoch in alive.items():
+            if name not in self._epochs:
+                self._epochs[name] = epoch
+                self.store.set_meta("epochs", self._epochs)
+                self.scheduler.node_joined(now, Node(name, 1, nodes[name].memory), decide=False)
+        for state, known in zip(states, heard):
+            if not known:
+                self._hear(state)
+        self._first = False
 
-    def compare(self, now: float, told: Collection[str]) -> None:
-        """Compare the store's jobs with the running ones, once all events are processed except those of the ids in ``told``."""
-        self._now = now
-        running = set(self.backend.running())
-        known = [job for job in self.store.jobs() if not job.over]
-        for job in known:
-            if job.state == "stopping":
-                self._leave(job)
-            if job.places and job.id not in running and job.id not in told:
-                if job.state == "starting":
-                    # The start was stored, and perhaps never requested: this is no loss of a node.
-                    self._gone(job, "its start came to nothing", "stopped")
-                else:
-                    self._gone(job, "its node ended while no scheduler ran")
-        # A priority is stored before it is requested, and the request may not have been made.
-        self._unheard = {job.id for job in known if job.id in running}
-        for id in running - {job.id for job in known}:
-            logger.warning("job %r runs and should not: it is stopped", id)
-            self.backend.stop(id, suspend=False)
-        self.touch(*(job.id for job in known))
+    def part(self, job: JobRecord) -> Part | None:
+        """Return what its device has of the run that a job's row is about; None if it has not told of it."""
+        state = self.devices.get(job.node or "")
+        if state is None or state.epoch != job.epoch:
+            return None
+        return next((part for part in state.parts if (part.id, part.run) == (job.id, job.attempts)), None)
 
-    # -- asking
-
-    def settle(self, now: float) -> list[tuple[str, Ask]]:
-        """Return the requests that bring jobs nearer to their wanted state, with the jobs' ids; the store records them first."""
-        self._now = now
-        for id in [id for id, (until, _) in self._leaving.items() if until <= now]:
-            self._let_go(id)
-        ids = self._unsettled | {id for id, at in self._retry_at.items() if at <= now}
-        self._unsettled = set()
-        asks = self._stuck.settle(now)
-        # Jobs that leave are settled before jobs that may have to wait for their devices.
-        for job in sorted(self.store.jobs(sorted(ids)), key=lambda job: job.state == "waiting"):
-            self._retry_at.pop(job.id, None)
-            try:
-                with self.store.part():
-                    ask = self._settle(job)
-                self._failed.pop(job.id, None)
-            except NOT_NOW:
-                raise
-            except Exception as error:  # one job must not keep the others from being settled
-                logger.exception("job %r: no request could be made from its wanted state", job.id)
-                self._failed[job.id] = f"{type(error).__name__}: {error}"
-                self._retry_at[job.id] = now + LONGEST_RETRY
+    def _hear(self, state: DeviceState) -> bool:
+        # Returns False for the state of a process that the table does not know yet.
+        if self._epochs.get(state.node) != state.epoch:
+            return False
+        self.devices[state.node] = state
+        for part in state.parts:
+            if self.live.get(part.id) == part:
                 continue
-            if ask is not None:
-                asks.append((job.id, ask))
-        return asks
+            job = self.store.job(part.id)
+            if job is not None and not job.over and self.part(job) == part:
+                self._try(job.id, self._take, job, part, state, undo_turn=True)
+        return True
 
-    def _settle(self, job: JobRecord) -> Ask | None:
-        if job.over:
-            return None
-        if job.state == "stopping":  # repeated: the request may have been lost, and a suspension may have become a cancellation
-            return self._stop(job)
-        places, priority = self._wanted(job.id)
-        if job.state == "waiting":
-            if job.id not in self.scheduler.book.entries:
-                self._end(job, "cancelled", "")
-            # A job that leaves one of these devices still has its memory there.
-            elif any(where.intersection(places) for _, where in self._leaving.values()):
-                self._held_up.add(job.id)
-            elif places:
-                return self._start(job, places, priority)
-            return None
-        if places != _where(job):
-            self.store.change(job.id, state="stopping")
-            self._leave(job)
-            return self._stop(job)
-        if priority != job.priority:
-            self.store.change(job.id, priority=priority)
-            self.store.say(job.id, self._now, f"goes on as {priority}")
-        elif job.id not in self._unheard:
-            return None
-        self._unheard.discard(job.id)
-        return lambda: self.backend.set_priority(job.id, priority)
-
-    def _stop(self, job: JobRecord) -> Ask:
-        # A job that left the scheduler was cancelled or has failed; any other one stops in order to run elsewhere.
-        suspend = job.id in self.scheduler.book.entries
-        if not suspend:
-            self._stuck.asked(job.id, self._now)
-        return lambda: self.backend.stop(job.id, suspend)
-
-    def _leave(self, job: JobRecord) -> None:
-        # Others wait for its devices only so long: it may hang, and a device can run several jobs.
-        self._leaving[job.id] = self._now + LET_GO_SECONDS, frozenset(_where(job))
-
-    def _let_go(self, id: str) -> None:
-        if self._leaving.pop(id, None) is not None:
-            self._unsettled |= self._held_up
-            self._held_up = set()
-
-    def _wanted(self, id: str) -> tuple[tuple[Place, ...], Any]:
-        # No place: the scheduler has it waiting, or no longer knows it.
-        entry = self.scheduler.book.entries.get(id)
-        if entry is None or entry.state != "running":
-            return (), "guaranteed"
-        return tuple((node, device) for node, device in entry.places), entry.priority
-
-    def _start(self, job: JobRecord, places: tuple[Place, ...], priority: Any) -> Ask:
-        self.store.place(job.id, [(node, device, self._epochs[node]) for node, device in places])
-        self.store.change(job.id, state="starting", attempts=job.attempts + 1, priority=priority)
-        where = ", ".join(f"{node}:{device}" for node, device in places)
-        self.store.say(job.id, self._now, f"starts at {where} as {priority}, attempt {job.attempts + 1}")
-        self._losses.began(job.id, self._now, start=True)
-
-        def ask() -> None:
-            # Before the first attempt, the only checkpoint that counts is the submitted one.
-            known = self.backend.checkpoints(job.id) if job.attempts else None
-            if known is None and job.checkpoint is not None:
-                known = self.backend.adopt(job.id, Path(job.checkpoint))
-            self.backend.start(job.id, self.store.payload(job.id), places, priority, known)
-
-        return ask
-
-    def not_asked(self, now: float, id: str, why: str) -> None:
-        """Record that the backend refused a request for a job, which is made again after a growing pause."""
-        job = self.store.job(id)
-        if job is None or job.over:
+    def _take(self, job: JobRecord, part: Part, state: DeviceState) -> None:
+        if part.phase == "ended":
+            assert part.how is not None
+            self.live[job.id] = part
+            self._ended(job, part.how, part.reason, part.steps)
             return
-        times, before = self._refused.get(id, (0, ""))
-        with self.store.transaction():
+        if part.phase == "training":
             if job.state == "starting":
-                self.store.place(id, ())
-                self.store.change(id, state="waiting")
-            else:
-                self._unheard.add(id)
-            if why != before:
-                what = "is not started" if job.state == "starting" else "cannot be reached"
-                self.store.say(id, now, f"{what}: {why}")
-        self._refused[id] = times + 1, why
-        self._retry_at[id] = now + min(RETRY_SECONDS * 2**times, LONGEST_RETRY)
+                started = job.started if job.started is not None else self._now
+                self.store.change(job.id, state="running", started=started)
+                self._losses.began(job.id, self._now, start=True)
+            report = Report(part.fraction, utilization=self._share(job, state), memory=part.memory or None)
+            self.scheduler.report(self._now, job.id, report, decide=False)
+        if part.saved is not None and part.saved != job.steps:
+            self.store.change(job.id, steps=part.saved)
+            self._losses.began(job.id, self._now, start=False)
+            self.store.say(job.id, self._now, f"checkpoint after {part.saved} steps")
+        self.live[job.id] = part
+        if self._losses.known(job.id):
+            self._clear(job)
+        self._limit(job, part)
 
-    # -- events
-
-    def take(self, now: float, event: BackendEvent) -> None:
-        """Apply an event to the scheduler and the store; an event of an earlier run of its job is ignored."""
-        self._now = now
-        if isinstance(event, NodeLost):
-            logger.warning("node %s is lost: %s", event.node, event.reason)
-            if self._epochs.get(event.node) == event.epoch:
-                self._node_lost(event.node, blame=not self._stuck.ended(event.node, event.epoch))
-            return
-        if isinstance(event, NodeJoined):
-            self._node_joined(event)
-            return
-        job = self.store.job(event.id)
-        if job is None or job.over or not self._current(job, event):
-            return
-        if isinstance(event, Started):
-            if job.state == "starting":
-                # Only from ``starting``: a stop that is under way by now goes on.
-                self.store.change(job.id, state="running", started=job.started if job.started is not None else now)
-                self._losses.began(job.id, now, start=True)
-            self._refused.pop(job.id, None)
-            self.scheduler.started(now, job.id)
-        elif isinstance(event, Progress):
-            self.live.setdefault(job.id, {})[event.node] = event
-            report = Report(event.fraction, event.steps, None, self._part(event), event.memory or None)
-            self.scheduler.report(now, job.id, report)
-            if self._losses.known(job.id):
-                self._clear(job)
-            self._limit(job, event)
-        elif isinstance(event, Checkpointed):
-            self.store.change(job.id, checkpoint=str(event.path), steps=event.steps)
-            self._losses.began(job.id, now, start=False)
-            self.store.say(job.id, now, f"checkpoint after {event.steps} steps")
-        elif event.how in ENDED:
-            self.scheduler.ended(now, job.id, event.how)
-            self.store.change(job.id, results=str(event.results))
-            self._end(job, event.how, event.reason, event.steps)
-        elif job.state != "starting" or event.how == "lost":  # otherwise it is the end of the start before
-            why = event.reason or ("its node was lost" if event.how == "lost" else "suspended")
-            self._gone(job, why, event.how, event.steps)
-
-    def _limit(self, job: JobRecord, event: Progress) -> None:
-        # To the scheduler it has failed now; the backend only cancels it, which ``_end`` turns into a failure.
+    def _limit(self, job: JobRecord, part: Part) -> None:
+        # To the scheduler it has failed now; its device only cancels it, which ``_end`` turns into a failure.
         limit = job.submission.get("time_limit")
-        if limit is not None and not job.reason and job.ran + event.seconds >= limit:
-            reason = f"it ran for {format_seconds(job.ran + event.seconds)}, and its time limit is {format_seconds(limit)}"
+        if limit is not None and not job.reason and job.ran + part.seconds >= limit:
+            reason = f"it ran for {format_seconds(job.ran + part.seconds)}, and its time limit is {format_seconds(limit)}"
             self.store.change(job.id, reason=reason)
             self.store.say(job.id, self._now, f"is ended: {reason}")
-            self.scheduler.ended(self._now, job.id, "failed")
-            self.touch(job.id)
+            self.scheduler.ended(self._now, job.id, decide=False)
 
-    def _part(self, event: Progress) -> float:
-        # Each job on a device reports the utilization of the whole device; the parts must add up to it once.
-        entry = self.scheduler.book.entries.get(event.id)
-        there = [len(device.residents) for device in entry.devices] if entry is not None else []
-        return event.utilization * len(there) / sum(there) if there else event.utilization
+    def _share(self, job: JobRecord, state: DeviceState) -> float:
+        # A device tells its utilization once, for all; the shares of the entries there must add up to it.
+        entry = self.scheduler.book.entries.get(job.id)
+        there = sum(len(device.residents) for device in entry.devices) if entry is not None else 0
+        return state.utilization / there if there else state.utilization
 
-    def _node_lost(self, node: str, blame: bool = True) -> None:
-        epoch = self._epochs.pop(node, None)
+    def _node_lost(self, node: str, epoch: int, reason: str, blame: bool) -> None:
+        logger.warning("node %s, epoch %d, is lost: %s", node, epoch, reason or NOBODY_SAW)
+        blame = blame and not self._stuck.ended(node, epoch)
+        del self._epochs[node]
         self.store.set_meta("epochs", self._epochs)
-        self.touch(actions=self.scheduler.node_lost(self._now, node))
+        self.devices.pop(node, None)
+        self.scheduler.node_lost(self._now, node, decide=False)
         if blame:
-            self._suspect([job for job in self.store.jobs() if (node, epoch) in {(n, e) for n, _, e in job.places}])
+            there = [job for job in self.store.placed() if (job.node, job.epoch) == (node, epoch)]
+            lost = [job for job in there if self.backend.folder.end_of(job.id, job.attempts) is None]
+            reached = {job.id: self.live[job.id].steps if job.id in self.live else 0 for job in lost}
+            for id in self._losses.lost(self._now, lost, reached):
+                self._alone(id, True, "may be the reason that devices are lost: it runs alone, until that is known")
 
-    def _node_joined(self, event: NodeJoined, blame: bool = True) -> None:
-        # A node that was taken over joins again with the epoch it had: nothing has changed.
-        if self._epochs.get(event.node) != event.epoch:
-            if event.node in self._epochs:
-                self._node_lost(event.node, blame)
-            self._epochs[event.node] = event.epoch
-            self.store.set_meta("epochs", self._epochs)
-            node = Node(event.node, event.devices, event.memory)
-            self.touch(actions=self.scheduler.node_joined(self._now, node))
-
-    def _suspect(self, jobs: list[JobRecord]) -> None:
-        for id in self._losses.lost(self._now, jobs, {job.id: self._reported(job.id) for job in jobs}):
-            self._alone(id, True, "may be the reason that devices are lost: it runs alone, until that is known")
-
-    def _reported(self, id: str) -> int:
-        return sum(report.steps for report in self.live.get(id, {}).values())
+    def _left_behind(self, job: JobRecord, why: str) -> None:
+        # Its process is gone. It may have ended before that, and nobody has heard of it.
+        end = self.backend.folder.end_of(job.id, job.attempts)
+        if end is None:
+            self._gone(job, f"node {job.node!r}: {why or NOBODY_SAW}", "lost")
+        else:
+            self._ended(job, end["how"], end["reason"], end["steps"])
 
     def _clear(self, job: JobRecord) -> None:
-        nodes = {node for node, _, _ in job.places}
-        others = any(
-            other.id != job.id and nodes.intersection(node for node, _, _ in other.places)
-            for other in self.store.jobs(states=["starting", "running", "stopping"])
-        )
-        if self._losses.calm(job.id, self._now, not others, max(job.steps, self._reported(job.id))):
+        others = any(other.id != job.id and other.node == job.node for other in self.store.placed())
+        if self._losses.calm(job.id, self._now, not others, max(job.steps, self.live[job.id].steps)):
             self._losses.forget(job.id)
             self._alone(job.id, False, "is not the reason that devices were lost")
 
     def _alone(self, id: str, alone: bool, why: str) -> None:
         entry = self.scheduler.book.entries.get(id)
         if entry is not None and entry.alone != alone:
-            self.scheduler.run_alone(self._now, id, alone)
+            self.scheduler.run_alone(self._now, id, alone, decide=False)
             self.store.say(id, self._now, why)
 
-    def _current(self, job: JobRecord, event: Any) -> bool:
-        # A node that came back has a higher epoch than its placements: events of its old process are late.
-        epochs = [epoch for node, _, epoch in job.places if node == event.node]
-        if not event.node:  # the backend read it from the shared folder
-            return True
-        if not epochs or event.epoch < max(epochs):
-            logger.info("an event of job %r from node %s, epoch %d, comes too late", job.id, event.node, event.epoch)
-            return False
-        return True
+    def _ended(self, job: JobRecord, how: How, reason: str, steps: int) -> None:
+        if how in ENDED:
+            self.scheduler.ended(self._now, job.id, decide=False)
+            self.store.change(job.id, results=str(self.backend.folder.job(job.id)))
+            self._end(job, how, reason, steps)  # type: ignore[arg-type]
+        elif how == "suspended":
+            self._gone(job, reason or "suspended", how, steps)
+        else:
+            self._gone(job, reason, how)
+            self._trouble[job.id] = self._now + AGAIN_SECONDS, reason
 
-    def _gone(self, job: JobRecord, why: str, how: str = "lost", steps: int | None = None) -> None:
-        # The backend has nothing left of a job that has not ended: it waits until it is started again.
-        self._let_go(job.id)
+    def _gone(self, job: JobRecord, why: str, how: str, steps: int | None = None) -> None:
+        # No device has anything left of a job that has not ended: it waits until it is started again.
+        part = self.live.pop(job.id, None)
         self._stuck.left(job.id)
-        self.store.place(job.id, ())
-        reports = self.live.pop(job.id, {})
-        self.store.change(job.id, ran=job.ran + _seconds(reports))
-        if how == "suspended":  # with a checkpoint of all its steps
-            reported = sum(report.steps for report in reports.values())
-            self.store.change(job.id, steps=steps if steps is not None else max(job.steps, reported))
+        self.store.place(job.id, None)
+        self.store.change(job.id, state="waiting", ran=job.ran + (part.seconds if part is not None else 0.0))
+        if steps is not None:
+            self.store.change(job.id, steps=steps)
         self.store.say(job.id, self._now, f"{how}: {why}")
-        reason = self._losses.reason(job.id) if how == "lost" else None
+        if job.id not in self.scheduler.book.entries:
+            self._end(job, "cancelled", "")
+            return
+        if how != "lost":
+            return
+        self.store.change(job.id, losses=job.losses + 1)
+        reason = self._losses.reason(job.id)
         if reason is not None:
             freed = self._losses.explained(job.id)
-            self.scheduler.ended(self._now, job.id, "failed")
+            self.scheduler.ended(self._now, job.id, decide=False)
             self._end(job, "failed", f"{reason}; the last time: {why}")
             for id in freed:
                 self._alone(id, False, f"runs beside others again: job {job.id!r} was the reason that devices were lost")
-            return
-        self.store.change(job.id, state="waiting", losses=job.losses + (how == "lost"))
-        self._unsettled.add(job.id)
 
-    def _end(self, job: JobRecord, how: Any, reason: str, steps: int | None = None) -> None:
-        self._let_go(job.id)
+    def _end(self, job: JobRecord, how: State, reason: str, steps: int | None = None) -> None:
+        part = self.live.pop(job.id, None)
         self._losses.forget(job.id)
-        self._refused.pop(job.id, None)
         self._stuck.left(job.id)
+        self._trouble.pop(job.id, None)
         if how == "cancelled" and job.reason:  # this cluster ended it, for that reason
             how, reason = "failed", job.reason
-        reports = self.live.pop(job.id, {})
-        steps = steps if steps is not None else max(job.steps, sum(report.steps for report in reports.values()))
-        self.store.place(job.id, ())
-        self.store.change(job.id, state=how, ended=self._now, reason=reason, steps=steps)
-        if reports:
-            self.store.change(job.id, ran=job.ran + _seconds(reports))
+        if part is not None:
+            self.store.change(job.id, ran=job.ran + part.seconds)
+        self.store.place(job.id, None)
+        self.store.change(job.id, state=how, ended=self._now, reason=reason, steps=job.steps if steps is None else steps)
         self.store.forget_payload(job.id)
         self.store.say(job.id, self._now, f"{how}{f': {reason}' if reason else ''}")
 
+    # -- what is to be
 
-def _seconds(reports: dict[str, Progress]) -> float:
-    # Its nodes report the same run: the longest report is its length.
-    return max((report.seconds for report in reports.values()), default=0.0)
+    def cancel(self, now: float, job: JobRecord) -> None:
+        """End a job on request: at once if it is on no device."""
+        self._now = now
+        self.scheduler.cancel(now, job.id, decide=False)
+        if job.node is None:
+            self._end(job, "cancelled", "")
+        else:
+            self.store.say(job.id, now, "is to be cancelled")
+
+    def settle(self, now: float, leave: bool = False) -> list[tuple[str, Request]]:
+        """Return the requests that bring devices nearer to the book, with their nodes. ``leave``: all jobs are to be suspended.
+
+        Nothing is asked of a device that has not answered the requests before: what it told is older than they are.
+        """
+        self._now = now
+        self._asks: list[tuple[str, Request]] = []
+        residents = () if leave else [entry for device in self.scheduler.book.devices for entry in device.residents]
+        wanted = {entry.id: entry for entry in residents}
+        placed = {job.id: job for job in self.store.placed()}
+        for job in placed.values():
+            self._try(job.id, self._settle, job, wanted.get(job.id))
+        for job in self.store.jobs([id for id in wanted if id not in placed]):
+            self._try(job.id, self._start, job, wanted[job.id])
+        for node, state in self.devices.items():
+            known = {(job.id, job.attempts) for job in placed.values() if (job.node, job.epoch) == (node, state.epoch)}
+            for part in state.parts if self.backend.answered(node) else ():
+                if (part.id, part.run) not in known:
+                    self._not_known(node, part)
+        return [*self._asks, *self._stuck.settle(now)]
+
+    def _settle(self, job: JobRecord, entry: Entry | None) -> None:
+        assert job.node is not None
+        stays = job.state != "stopping" and entry is not None and entry.places == ((job.node, job.device),)
+        if not stays and job.state != "stopping":
+            self.store.change(job.id, state="stopping")
+        if not self._ready(job.node):
+            return
+        part, ask = self.part(job), None
+        if stays:
+            assert entry is not None
+            if part is None:
+                ask = _start_of(job, job.attempts, entry)
+            elif part.phase != "ended" and part.priority != entry.priority:
+                self.store.say(job.id, self._now, f"goes on as {entry.priority}")
+                ask = Request("set", job.id, job.attempts, entry.priority)
+        elif part is None:
+            self._gone(job, "its start came to nothing", "stopped")
+        elif part.phase != "ended":
+            # A job that left the book was cancelled or has failed; any other one stops in order to run elsewhere.
+            suspend = job.id in self.scheduler.book.entries
+            if not suspend:
+                self._stuck.asked(job.id, self._now)
+            if part.stopping not in ("cancelled", "suspended" if suspend else "cancelled"):
+                ask = Request("stop", job.id, job.attempts, suspend=suspend)
+        if ask is not None:
+            self._asks.append((job.node, ask))
+
+    def _start(self, job: JobRecord, entry: Entry) -> None:
+        ((node, device),) = entry.places
+        if not self._ready(node):
+            return
+        run = job.attempts + 1
+        checkpoint = Path(job.checkpoint) if job.checkpoint is not None else None
+        try:
+            self.backend.folder.prepare(job.id, run, self.store.payload(job.id), checkpoint)
+        except OSError as error:
+            raise BackendError(f"is not started: {error}") from error
+        self.store.place(job.id, (node, device, self._epochs[node]))
+        self.store.change(job.id, state="starting", attempts=run)
+        self.store.say(job.id, self._now, f"starts at {node}:{device} as {entry.priority}, attempt {run}")
+        self._losses.began(job.id, self._now, start=True)
+        self._asks.append((node, _start_of(job, run, entry)))
+
+    def _not_known(self, node: str, part: Part) -> None:
+        # The row is about another run, or there is none.
+        if part.phase == "ended":
+            self._asks.append((node, Request("forget", part.id, part.run)))
+        elif part.stopping != "cancelled":
+            logger.warning("run %d of job %r is on %s and should not be: it is stopped", part.run, part.id, node)
+            self._asks.append((node, Request("stop", part.id, part.run)))
+
+    def _ready(self, node: str) -> bool:
+        state = self.devices.get(node)
+        return state is not None and self._epochs.get(node) == state.epoch and self.backend.answered(node)
+
+    def _try(self, id: str, act: Callable[..., None], *arguments: Any, undo_turn: bool = False) -> None:
+        """Act for one job. An error is told, undone, and keeps the job alone waiting for a while; the others go on.
+
+        ``undo_turn``: the book may have changed, which only the turn as a whole undoes: the error is raised, and the next turn
+        leaves the job out.
+        """
+        until, before = self._trouble.get(id, (0.0, ""))
+        if self._now < until:
+            return
+        self._trouble.pop(id, None)
+        try:
+            with self.store.part():
+                act(*arguments)
+        except NOT_NOW:
+            raise
+        except Exception as error:
+            why = str(error) if isinstance(error, BackendError) else f"{type(error).__name__}: {error}"
+            self._trouble[id] = self._now + AGAIN_SECONDS, why
+            if undo_turn:
+                raise
+            if why != before:
+                logger.warning("job %r: %s", id, why, exc_info=error)
+                self.store.say(id, self._now, why)
 
 
-def _where(job: JobRecord) -> tuple[Place, ...]:
-    return tuple((node, device) for node, device, _ in job.places)
+def _start_of(job: JobRecord, run: int, entry: Entry) -> Request:
+    return Request("start", job.id, run, entry.priority, resume=run > 1 or job.checkpoint is not None)

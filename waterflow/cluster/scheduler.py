@@ -6,15 +6,13 @@ back. Each event returns the actions to carry out, in this order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from waterflow.cluster.book import Book, Entry
+from waterflow.cluster.book import Book
 from waterflow.cluster.policies.base import Policy
-from waterflow.cluster.submission import Action, Node, Outcome, Place, Report, Stop, Submission, Tenant
+from waterflow.cluster.submission import Action, Node, Report, Stop, Submission, Tenant
 from waterflow.errors import SubmissionError
-
-VERSION = 1  # of the state that to_dict() returns
 
 
 class Scheduler:
@@ -27,8 +25,7 @@ class Scheduler:
         self.policy = policy
         self.book = Book(nodes, tenants)
         self._order = 0
-        self._undecided = False  # the policy wants to decide, and the event had decide=False
-        self._ended: dict[str, Outcome] = {}  # ids that were submitted once, and how they ended
+        self._undecided = False  # a decision is due, and the event had decide=False
         policy.attach(self.book)
 
     # -- events
@@ -37,38 +34,28 @@ class Scheduler:
         """Add a submission; a known id changes nothing. Raises SubmissionError if it can never run."""
         self._at(now)
         book = self.book
-        if submission.id in book.entries or submission.id in self._ended:
-            return self._decide(now) if decide else []
+        if submission.id in book.entries:
+            return self._after(now, True, decide)
         self._refuse(submission)
         entry = book.add(submission, self._order)
         # The policy judges a complete entry; a refusal removes it again.
         why = self.policy.refuse(entry)
         if why is not None:
-            del book.entries[entry.id]
+            book.remove(entry)
             raise SubmissionError(f"submission {submission.id!r}: {why}")
         self._order += 1
         self.policy.submitted(entry)
-        return self._decide(now) if decide else []
+        return self._after(now, True, decide)
 
-    def started(self, now: float, id: str, decide: bool = True) -> list[Action]:
-        """Record that all workers of a submission run."""
-        self._at(now)
-        entry = self.book.entries.get(id)
-        if entry is None or entry.state != "running" or entry.confirmed:
-            return []
-        entry.confirmed = True
-        return self._after(now, self.policy.started(entry), decide)
-
-    def ended(self, now: float, id: str, how: Outcome, decide: bool = True) -> list[Action]:
+    def ended(self, now: float, id: str, decide: bool = True) -> list[Action]:
         """Record that a submission ended by itself; an unknown id changes nothing."""
         self._at(now)
         entry = self.book.entries.get(id)
         if entry is None:
             return []
         self.book.remove(entry)
-        self._ended[id] = how
         self.policy.ended(entry)
-        return self._decide(now) if decide else []
+        return self._after(now, True, decide)
 
     def cancel(self, now: float, id: str, decide: bool = True) -> list[Action]:
         """End a submission on request."""
@@ -77,7 +64,7 @@ class Scheduler:
         if entry is None:
             return []
         stop: list[Action] = [Stop(id, suspend=False)] if entry.state == "running" else []
-        return stop + self.ended(now, id, "cancelled", decide)
+        return stop + self.ended(now, id, decide)
 
     def report(self, now: float, id: str, report: Report, decide: bool = True) -> list[Action]:
         """Update a running submission from a report; a report of any other is ignored."""
@@ -87,15 +74,16 @@ class Scheduler:
             return []
         # At the old rate, before the report changes it.
         entry.account(now)
+        self.book.changed.add(id)
         duration = entry.submission.duration
         if report.progress is not None and duration is not None:
             entry.done = report.progress * duration
         if report.rate is not None:
             entry.rate = report.rate
-        for name in ("steps", "utilization", "memory", "slowdown"):
-            value = getattr(report, name)
-            if value is not None:
-                setattr(entry, name, value)
+        if report.utilization is not None:
+            entry.utilization = report.utilization
+        if report.memory is not None:
+            entry.memory = report.memory
         return self._after(now, self.policy.reported(entry, report), decide)
 
     def run_alone(self, now: float, id: str, alone: bool, decide: bool = True) -> list[Action]:
@@ -105,6 +93,7 @@ class Scheduler:
         if entry is None or entry.alone == alone or (alone and entry.state == "running"):
             return []
         entry.alone = alone
+        self.book.changed.add(id)
         return self._after(now, True, decide)
 
     def node_lost(self, now: float, node: str, decide: bool = True) -> list[Action]:
@@ -130,7 +119,7 @@ class Scheduler:
             self.policy.stopped(entry)
         self.policy.nodes_changed()
         stops: list[Action] = [action for action in actions if action.id in elsewhere]
-        return stops + (self._decide(now) if decide else [])
+        return stops + self._after(now, True, decide)
 
     def node_joined(self, now: float, node: Node, decide: bool = True) -> list[Action]:
         """Add a node on which nothing runs. A known node was lost, and came back: it is lost first."""
@@ -138,17 +127,12 @@ class Scheduler:
         self._at(now)
         self.book.devices.join(node)
         self.policy.nodes_changed()
-        return lost + (self._decide(now) if decide else [])
+        return lost + self._after(now, True, decide)
 
     def tick(self, now: float) -> list[Action]:
         """Let the policy decide: at ``next_tick``, or for all events since with ``decide=False``."""
         self._at(now)
         return self._decide(now)
-
-    @property
-    def known(self) -> int:
-        """The number of submissions of which it keeps any state; those that ended are kept by their ids."""
-        return len(self.book.entries) + len(self._ended)
 
     @property
     def next_tick(self) -> float | None:
@@ -157,39 +141,37 @@ class Scheduler:
 
     # -- a restart
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the whole state, as JSON types."""
-        book = self.book
+    def notes(self) -> dict[str, Any]:
+        """Return the state that no entry has, as JSON types."""
         return {
-            "version": VERSION,
             "policy": self.policy.name,
-            "now": book.now,
+            "now": self.book.now,
             "order": self._order,
-            "ended": dict(self._ended),
-            "nodes": [[n.name, len(n.devices), n.memory] for n in book.devices.nodes.values()],
-            "tenants": [[tenant.name, tenant.quota] for tenant in book.tenants.values()],
-            "entries": [_entry_to_dict(entry) for entry in book.entries.values()],
-            "policy_state": self.policy.to_dict(),
+            "tenants": [[tenant.name, tenant.quota] for tenant in self.book.tenants.values()],
+            "devices": self.book.devices.notes(),
+            "policy_notes": self.policy.notes(),
         }
 
     @classmethod
-    def from_dict(cls, state: Mapping[str, Any], policy: Policy) -> Scheduler:
-        """Restore a scheduler from ``to_dict``. ``policy`` is a new one of the same class and parameters.
+    def restored(
+        cls, notes: Mapping[str, Any], rows: Iterable[tuple[Submission, int, Mapping[str, Any]]], policy: Policy
+    ) -> Scheduler:
+        """Return a scheduler that decides as the one did that had ``notes`` and, as ``rows``, these entries.
 
-        Raises ValueError for the state of another version or policy.
+        ``rows`` are those of ``Book.put_back``, ``policy`` a new one of the same class and parameters. Raises ValueError for
+        the notes of another policy.
         """
-        if state.get("version") != VERSION:
-            raise ValueError(f"state of version {state.get('version')!r}; this waterflow reads version {VERSION}")
-        if state["policy"] != policy.name:
-            raise ValueError(f"the state is of policy {state['policy']!r}, not {policy.name!r}; take the same policy")
-        scheduler = cls([Node(*node) for node in state["nodes"]], policy, [Tenant(*t) for t in state["tenants"]])
+        if notes["policy"] != policy.name:
+            raise ValueError(f"the state is of policy {notes['policy']!r}, not {policy.name!r}; take the same policy")
+        devices = notes["devices"]
+        scheduler = cls([Node(*node) for node in devices["nodes"]], policy, [Tenant(*t) for t in notes["tenants"]])
         book = scheduler.book
-        book.now = state["now"]
-        scheduler._order = state["order"]
-        scheduler._ended = dict(state["ended"])
-        for fields in state["entries"]:
-            _entry_from_dict(book, fields)
-        policy.restore(state["policy_state"])
+        book.now = notes["now"]
+        scheduler._order = notes["order"]
+        book.put_back(rows)
+        book.devices.put_in_order(devices)
+        policy.restore(notes["policy_notes"])
+        book.changed.clear()
         book.check()
         return scheduler
 
@@ -208,7 +190,6 @@ class Scheduler:
         return actions
 
     def _after(self, now: float, wanted: bool, decide: bool) -> list[Action]:
-        # For events that seldom change a decision: the policy says whether this one does.
         if wanted and decide:
             return self._decide(now)
         self._undecided |= wanted
@@ -239,28 +220,3 @@ class Scheduler:
                     f"{about} asks for {submission.devices} guaranteed devices; the quota of {submission.tenant!r} is "
                     f"{quota}. Ask for fewer, or let it run as opportunistic (auto=True)"
                 )
-
-
-_PLAIN = (
-    "order", "priority", "confirmed", "submitted", "waiting_since", "since", "service", "ran", "done", "rate", "starts",
-    "preemptions", "steps", "utilization", "memory", "slowdown", "wanted", "alone",
-)  # fmt: skip
-
-
-def _entry_to_dict(entry: Entry) -> dict[str, Any]:
-    fields = {name: getattr(entry, name) for name in _PLAIN}
-    reserved: list[Place] = [device.place for device in entry.reserved]
-    return fields | {"submission": entry.submission.to_dict(), "places": list(entry.places), "reserved": reserved}
-
-
-def _entry_from_dict(book: Book, fields: Mapping[str, Any]) -> None:
-    entry = book.add(Submission.from_dict(fields["submission"]), fields["order"])
-    entry.alone = fields.get("alone", False)  # the states of versions before do not have it
-    devices = [book.devices.at((name, index)) for name, index in fields["places"]]
-    if devices:
-        book.start(entry, devices, fields["priority"])
-    if fields["reserved"]:
-        book.reserve(entry, [book.devices.at((name, index)) for name, index in fields["reserved"]])
-    # Last, as ``start`` and ``reserve`` change some of these fields.
-    for name in _PLAIN:
-        setattr(entry, name, fields.get(name, getattr(entry, name)))

@@ -9,16 +9,17 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
+import json
 import os
 import shutil
 import socket
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from waterflow.cluster.backend import BackendError
 from waterflow.cluster.state import make_folder
-from waterflow.errors import ClusterError
+from waterflow.errors import BackendError, ClusterError
 
 LONGEST_QUOTED = 200  # characters of a name in which dots are written as %2E
 KEPT_CHECKPOINTS = 2  # of each job: one may be being read while the next is written
@@ -106,42 +107,26 @@ class SharedFolder:
         """Return the folder of one id."""
         return self.path / "jobs" / _quoted(id)
 
-    def new_run(self, id: str) -> int:
-        """Return the number of a new start of ``id``."""
-        runs = self.job(id) / "runs"
-        runs.mkdir(parents=True, exist_ok=True)
-        return _claim(runs)
-
-    def last_run(self, id: str) -> int:
-        """Return the highest number that ``new_run`` returned; 0 before the first."""
-        return max(_numbers(self.job(id) / "runs"), default=0)
-
     def payload(self, id: str, run: int) -> Path:
         """Return the payload file of a run."""
         return self.job(id) / f"{run}.payload"
 
-    def send(self, id: str, run: int, payload: bytes) -> None:
-        """Write the payload of a run, and remove those of earlier runs."""
-        # Under a name that no other process uses, and then replaced as a whole: readers never see a part.
-        unfinished = self.payload(id, run).with_suffix(f".{socket.gethostname()}.{os.getpid()}")
-        unfinished.write_bytes(payload)
-        os.replace(unfinished, self.payload(id, run))
+    def prepare(self, id: str, run: int, payload: bytes, checkpoint: Path | None = None) -> None:
+        """Write what a run needs, and remove the payloads of earlier runs. Repeating it changes nothing.
+
+        Before the first run, files that are left of another job with this id are removed; its first job resumes from
+        ``checkpoint``, a file of ``Checkpoint.save``.
+        """
+        if run == 1:
+            for left in [*self._parts(id), *self.job(id).glob("*.ended")]:
+                shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
+            if checkpoint is not None:
+                _write(self.state(id, 0, 0, 0, 0), lambda unfinished: shutil.copyfile(checkpoint, unfinished))
+        self.ended(id, run).unlink(missing_ok=True)  # of a time that an older copy of the table has forgotten
+        _write(self.payload(id, run), lambda unfinished: unfinished.write_bytes(payload))
         for old in self.job(id).glob("*.payload"):
             if old != self.payload(id, run):
                 old.unlink(missing_ok=True)
-
-    def adopt(self, id: str, checkpoint: Path) -> None:
-        """Copy a checkpoint from elsewhere, as the oldest one of the first job of ``id``."""
-        to = self.state(id, 0, 0, 0, 0)
-        to.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = to.with_name(f"adopted.{socket.gethostname()}.{os.getpid()}")
-        shutil.copyfile(checkpoint, unfinished)
-        os.replace(unfinished, to)
-
-    def forget(self, id: str) -> None:
-        """Remove the checkpoints and results of ``id``."""
-        for part in [*self._parts(id), *self.job(id).glob("*.ended")]:
-            shutil.rmtree(part) if part.is_dir() else part.unlink(missing_ok=True)
 
     def state(self, id: str, number: int, run: int, epoch: int, count: int) -> Path:
         """Return the file of the ``count``-th checkpoint that a run's process makes, of the group's job ``number``."""
@@ -151,9 +136,16 @@ class SharedFolder:
         """Return the result file of the group's job ``number``."""
         return self.job(id) / f"job-{number}" / f"{run}.{epoch}.0.result"
 
-    def ended(self, id: str, run: int, share: int) -> Path:
-        """Return the JSON file that says how one node's part of a run ended."""
-        return self.job(id) / f"{run}.{share}.ended"
+    def ended(self, id: str, run: int) -> Path:
+        """Return the JSON file that says how a run ended."""
+        return self.job(id) / f"{run}.ended"
+
+    def end_of(self, id: str, run: int) -> dict[str, Any] | None:
+        """Return how a run ended, as its device has noted it: ``how``, ``reason`` and ``steps``; None if it has not."""
+        try:
+            return dict(json.loads(self.ended(id, run).read_text()))
+        except FileNotFoundError:
+            return None
 
     def lost_before(self, id: str, run: int) -> int:
         """Return how many runs in a row before ``run`` have not ended: their nodes were lost."""
@@ -171,10 +163,6 @@ class SharedFolder:
         """Return the newest result of a job of the group; None before the first."""
         return max((self.job(id) / f"job-{number}").glob("*.result"), key=_age, default=None)
 
-    def has_state(self, id: str) -> bool:
-        """Return whether there is a checkpoint, or the result of a part of the group."""
-        return any(file.suffix in (".checkpoint", ".result") for part in self._parts(id) for file in part.iterdir())
-
     def drop_states(self, id: str, keep: int = KEPT_CHECKPOINTS) -> None:
         """Remove all but the newest ``keep`` checkpoints of each job of the group."""
         for part in self._parts(id):
@@ -186,13 +174,21 @@ class SharedFolder:
 
 
 def result_files(folder: Path) -> list[Path]:
-    """Return the newest result of each job of one id, in their order; ``folder`` is ``Ended.results``.
+    """Return the newest result of each job of one id, in their order; ``folder`` is ``SharedFolder.job(id)``.
 
     Jobs that have none yet (suspended ones) are left out.
     """
     parts = sorted(folder.glob("job-*"), key=lambda part: int(part.name.removeprefix("job-")))
     newest = (max(part.glob("*.result"), key=lambda p: int(p.name.split(".")[0]), default=None) for part in parts)
     return [path for path in newest if path is not None]
+
+
+def _write(to: Path, write: Callable[[Path], object]) -> None:
+    # Under a name that no other process uses, and then moved as a whole: readers never see a part.
+    to.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = to.with_name(f"{to.name}.{socket.gethostname()}.{os.getpid()}")
+    write(unfinished)
+    os.replace(unfinished, to)
 
 
 def _claim(folder: Path) -> int:

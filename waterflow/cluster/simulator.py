@@ -194,6 +194,7 @@ class Simulator:
                 if self._milestone is not None:
                     run.milestone = max(0.0, run.left - self._milestone(submission))
             self._carry_out(scheduler.tick(now))
+            book.changed.clear()  # nobody writes rows
             occupied.append((now, book.occupied))
         jobs.sort(key=lambda job: job.submitted)
         return Simulated(jobs, devices, occupied)
@@ -207,7 +208,7 @@ class Simulator:
             run.passed = run.passed or now
         if self._speeds is not None:
             self._touch(run, [])
-        self._scheduler.ended(now, entry.id, "completed", False)
+        self._scheduler.ended(now, entry.id, False)
         del self._runs[entry.id]
         record = JobRecord(
             entry.id,
@@ -218,7 +219,7 @@ class Simulator:
             submission.submitted,
             run.first_start,
             now,
-            entry.ran,
+            entry.on_devices,
             entry.service,
             entry.preemptions,
             run.passed,
@@ -238,7 +239,6 @@ class Simulator:
                 if run.first_start < 0:
                     run.first_start = now
                 self._place(run)
-                self._scheduler.started(now, action.id, False)
             elif kind is Stop:
                 self._advance(run)
                 if isinstance(action, Stop) and not action.suspend:

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from waterflow.cluster.backend import NodeInfo, Progress
-from waterflow.cluster.journal import JournaledScheduler
+from waterflow.cluster.backend import DeviceState, NodeInfo, Part
+from waterflow.cluster.scheduler import Scheduler
 from waterflow.cluster.store import JobRecord
-
-Live = Mapping[str, Mapping[str, Progress]]  # the last report of each running job, by node
 
 
 def cluster_status(
-    now: float, scheduler: JournaledScheduler, nodes: Sequence[NodeInfo], jobs: Sequence[JobRecord], live: Live
+    now: float,
+    scheduler: Scheduler,
+    nodes: Sequence[NodeInfo],
+    jobs: Sequence[JobRecord],
+    devices: Mapping[str, DeviceState],
+    live: Mapping[str, Part],
 ) -> dict[str, Any]:
-    """Return the status of nodes, tenants and jobs."""
+    """Return the status of nodes, tenants and jobs; ``devices`` and ``live`` are those of the ``Reconciler``."""
     return {
         "policy": scheduler.policy.name,
         "now": now,
-        "nodes": [_node(node, jobs, live) for node in nodes],
+        "nodes": [_node(node, devices.get(node.name), jobs) for node in nodes],
         "tenants": [
             {"name": tenant.name, "quota": tenant.quota, "used": _used(scheduler, tenant.name)}
             for tenant in scheduler.book.tenants.values()
         ],
-        "jobs": [job_status(now, job, live.get(job.id, {})) for job in jobs],
+        "jobs": [job_status(now, job, live.get(job.id)) for job in jobs],
     }
 
 
-def job_status(now: float, job: JobRecord, live: Mapping[str, Progress]) -> dict[str, Any]:
-    """Return the status of one job, with the last reports of its nodes. ``waited`` is the time before its first start."""
-    reports = list(live.values())
+def job_status(now: float, job: JobRecord, part: Part | None) -> dict[str, Any]:
+    """Return the status of one job, with what its device told last. ``waited`` is the time before its first start."""
     # A job that was cancelled before it started has waited until its end.
     until = job.started if job.started is not None else job.ended if job.ended is not None else now
     return {
@@ -39,45 +41,39 @@ def job_status(now: float, job: JobRecord, live: Mapping[str, Progress]) -> dict
         "state": job.state,
         "priority": job.priority,
         "devices": job.submission["devices"],
-        "places": [[node, device] for node, device, _ in job.places],
+        "places": [[job.node, job.device]] if job.node is not None else [],
         "submitted": job.submitted,
         "started": job.started,
         "ended": job.ended,
         "waited": until - job.submitted,
         "attempts": job.attempts,
-        "ran": job.ran + max((report.seconds for report in reports), default=0.0),
+        "ran": job.ran + (part.seconds if part is not None else 0.0),
         "time_limit": job.submission.get("time_limit"),
         "reason": job.reason,
-        "steps": max(job.steps, sum(report.steps for report in reports)),
-        "fraction": 1.0 if job.state == "completed" else _mean(report.fraction for report in reports),
-        "step_seconds": _mean(report.step_seconds for report in reports if report.step_seconds > 0),
-        "memory": max((report.memory for report in reports), default=None),
+        "steps": max(job.steps, part.steps if part is not None else 0),
+        "fraction": 1.0 if job.state == "completed" else part.fraction if part is not None else None,
+        "step_seconds": (part.step_seconds or None) if part is not None else None,
+        "memory": part.memory if part is not None else None,
     }
 
 
-def _node(node: NodeInfo, jobs: Sequence[JobRecord], live: Live) -> dict[str, Any]:
-    reports = [by_node[node.name] for by_node in live.values() if node.name in by_node]
+def _node(node: NodeInfo, state: DeviceState | None, jobs: Sequence[JobRecord]) -> dict[str, Any]:
     return {
         "name": node.name,
         "machine": node.machine,
-        "devices": node.devices,
+        "devices": 1,
         "memory": node.memory,
         "alive": node.alive,
         "epoch": node.epoch,
-        "jobs": [job.id for job in jobs if any(name == node.name for name, _, _ in job.places)],
-        "utilization": max((report.utilization for report in reports), default=0.0),
-        "held": sum(report.memory for report in reports),
+        "jobs": [job.id for job in jobs if job.node == node.name],
+        "utilization": state.utilization if state is not None and state.parts else 0.0,
+        "held": sum(part.memory for part in state.parts) if state is not None else 0,
     }
 
 
-def _used(scheduler: JournaledScheduler, tenant: str) -> int:
+def _used(scheduler: Scheduler, tenant: str) -> int:
     return sum(
         len(entry.places)
         for entry in scheduler.book.entries.values()
         if entry.submission.tenant == tenant and entry.state == "running" and entry.priority == "guaranteed"
     )
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None

@@ -1,4 +1,4 @@
-"""The cluster's database: jobs, payloads, placements, results, logs, and the scheduler's state.
+"""The cluster's database: jobs, with what the scheduler's book has of them, payloads, placements, results, and logs.
 
 Every change is a transaction that has reached the disk when it returns (SQLite with a write-ahead log, synchronous=FULL).
 After a crash the file has the state before a change or after it, and nothing between.
@@ -13,11 +13,12 @@ import os
 import re
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from waterflow.cluster.book import COLUMNS
 from waterflow.cluster.state import private
 from waterflow.errors import ClusterError, InvalidJobError
 from waterflow.units import format_bytes
@@ -28,48 +29,37 @@ CREATE TABLE IF NOT EXISTS jobs (
     id TEXT PRIMARY KEY, number INTEGER NOT NULL, tenant TEXT NOT NULL, submission TEXT NOT NULL, digest TEXT NOT NULL,
     state TEXT NOT NULL, priority TEXT NOT NULL, submitted REAL NOT NULL, started REAL, ended REAL,
     attempts INTEGER NOT NULL DEFAULT 0, losses INTEGER NOT NULL DEFAULT 0, checkpoint TEXT,
-    steps INTEGER NOT NULL DEFAULT 0, reason TEXT NOT NULL DEFAULT '', results TEXT, ran REAL NOT NULL DEFAULT 0
+    steps INTEGER NOT NULL DEFAULT 0, reason TEXT NOT NULL DEFAULT '', results TEXT, ran REAL NOT NULL DEFAULT 0,
+    unsaved_since REAL, node TEXT, device INTEGER, epoch INTEGER,
+    places TEXT, reserved TEXT, alone INTEGER, waiting_since REAL, since REAL, service REAL, on_devices REAL, done REAL,
+    rate REAL, preemptions INTEGER, utilization REAL, memory INTEGER, entered INTEGER, key TEXT
 );
 CREATE TABLE IF NOT EXISTS payloads (id TEXT PRIMARY KEY, payload BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS placements (
-    id TEXT NOT NULL, position INTEGER NOT NULL, node TEXT NOT NULL, device INTEGER NOT NULL, epoch INTEGER NOT NULL,
-    PRIMARY KEY (id, position)
-) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS log (
     number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL, at REAL NOT NULL, line TEXT NOT NULL
-);
-CREATE TABLE IF NOT EXISTS events (
-    number INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, at REAL NOT NULL, arguments TEXT NOT NULL
 );
 CREATE TABLE IF NOT EXISTS device_losses (
     number INTEGER NOT NULL, id TEXT NOT NULL, alone INTEGER NOT NULL, ran REAL NOT NULL, saved INTEGER NOT NULL,
     reached INTEGER NOT NULL, PRIMARY KEY (number, id)
 ) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS since (id TEXT PRIMARY KEY, at REAL NOT NULL) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS log_by_job ON log (id, number);
 CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state);
 """
 
-
-def create_tables(database: sqlite3.Connection) -> None:
-    """Create the tables that are missing, also in a file of an older version."""
-    database.executescript(_SCHEMA)
-    if "ran" not in [column[1] for column in database.execute("PRAGMA table_info(jobs)")]:
-        database.execute("ALTER TABLE jobs ADD COLUMN ran REAL NOT NULL DEFAULT 0")
-
-
-FORMAT = 1  # of the file; another one is refused
+FORMAT = 2  # of the file; another one is refused
 LOG_LINES = 2000  # kept per job
 LARGEST_PAYLOAD = 900 << 20  # bytes; a row of SQLite has 10**9 at most
 NOT_NOW = (sqlite3.OperationalError, OSError, MemoryError)  # a full disk, among others: a retry may succeed
 
-# A job on the backend: not there (waiting), its start was requested (starting), running, its stop was requested (stopping).
+# On no device (waiting); on one: its start was requested (starting), it trains (running), it is to leave (stopping).
 State = Literal["waiting", "starting", "running", "stopping", "completed", "failed", "cancelled"]
+PLACED: tuple[State, ...] = ("starting", "running", "stopping")
 ENDED: tuple[State, ...] = ("completed", "failed", "cancelled")
 
 _CHANGE = frozenset(
-    ["state", "priority", "started", "ended", "attempts", "losses", "checkpoint", "steps", "reason", "results", "ran"]
+    ["state", "started", "ended", "attempts", "losses", "checkpoint", "steps", "reason", "results", "ran", "unsaved_since"]
 )
+_AS_JSON = ("key", "places", "reserved")  # of what the book has of a job; ``places`` is NULL for one that is not in the book
 # One parameter for any number of values: SQLite limits the number of parameters.
 _AMONG = "{} IN (SELECT value FROM json_each(?))"
 # cloudpickle gives each class that it sends by value a random number, which must not make equal payloads differ.
@@ -80,9 +70,10 @@ _CLASS_NUMBER = re.compile(rb"\x8c\x20[0-9a-f]{32}")
 class JobRecord:
     """One job in the store. Times are seconds since 1970.
 
-    ``places`` are its places on the backend, (node, device, epoch of the node when it started). ``attempts`` counts its
-    starts, ``losses`` the starts that ended with a lost node; ``steps`` are the steps in ``checkpoint``. ``ran`` is the
-    seconds of its runs that are over. A ``reason`` before its end says why it is being ended.
+    ``node``, ``device`` and ``epoch``, that of the node, say where its run is; None: nowhere. ``attempts`` counts its starts,
+    ``losses`` those that ended with a lost node; ``steps`` are the steps in its last checkpoint, ``checkpoint`` the file that
+    it was submitted with. ``ran`` is the seconds of its runs that are over, ``unsaved_since`` the time of its last start or
+    checkpoint. A ``reason`` before its end says why it is being ended.
     """
 
     id: str
@@ -101,7 +92,10 @@ class JobRecord:
     reason: str
     results: str | None
     ran: float
-    places: tuple[tuple[str, int, int], ...]
+    unsaved_since: float | None
+    node: str | None
+    device: int | None
+    epoch: int | None
 
     @property
     def over(self) -> bool:
@@ -109,7 +103,7 @@ class JobRecord:
         return self.state in ENDED
 
 
-_COLUMNS = [field.name for field in fields(JobRecord) if field.name != "places"]
+_COLUMNS = [field.name for field in fields(JobRecord)]
 
 
 def too_large(size: int, most: int) -> str:
@@ -149,7 +143,7 @@ class Store:
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
-            create_tables(self._db)
+            self._db.executescript(_SCHEMA)
             self._check_format()
         except (sqlite3.DatabaseError, OSError) as error:
             raise ClusterError(
@@ -216,28 +210,7 @@ class Store:
 
     def set_meta(self, key: str, value: Any) -> None:
         """Set a value of the cluster, of JSON types."""
-        self.set_meta_text(key, json.dumps(value))
-
-    def set_meta_text(self, key: str, text: str) -> None:
-        """Set a value of the cluster from JSON text."""
-        self._run("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, text))
-
-    def add_event(self, name: str, at: float, arguments: list[Any]) -> None:
-        """Append an event of the scheduler, until its next snapshot."""
-        self._run("INSERT INTO events (name, at, arguments) VALUES (?, ?, ?)", (name, at, json.dumps(arguments)))
-
-    def events(self) -> list[tuple[str, float, list[Any]]]:
-        """Return the events since the last snapshot, in order: (name, time, arguments)."""
-        rows = self._all("SELECT name, at, arguments FROM events ORDER BY number")
-        return [(name, at, json.loads(arguments)) for name, at, arguments in rows]
-
-    def last_event(self) -> int:
-        """Return the number of the newest event; 0 if there is none."""
-        return int(self._all("SELECT COALESCE(MAX(number), 0) FROM events")[0][0])
-
-    def forget_events(self, last: int | None = None) -> None:
-        """Remove the events up to ``last``, or all: a snapshot contains them."""
-        self._run("DELETE FROM events WHERE number <= ?", (self.last_event() if last is None else last,))
+        self._run("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(value)))
 
     # -- jobs
 
@@ -255,18 +228,11 @@ class Store:
                 if known[0][0] == digest:
                     return False
                 raise InvalidJobError(_told_apart(id, json.loads(known[0][1]), submission))
+            plain = [submission[name] for name in ("tenant", "priority", "submitted")]
             self._run(
-                "INSERT INTO jobs (id, number, tenant, submission, digest, state, priority, submitted, checkpoint) "
-                "VALUES (?, (SELECT COUNT(*) FROM jobs), ?, ?, ?, 'waiting', ?, ?, ?)",
-                (
-                    id,
-                    submission["tenant"],
-                    json.dumps(submission),
-                    digest,
-                    submission["priority"],
-                    submission["submitted"],
-                    checkpoint,
-                ),
+                "INSERT INTO jobs (id, number, state, tenant, priority, submitted, submission, digest, checkpoint) "
+                "VALUES (?, (SELECT COUNT(*) FROM jobs), 'waiting', ?, ?, ?, ?, ?, ?)",
+                (id, *plain, json.dumps(submission), digest, checkpoint),
             )
             self._run("INSERT INTO payloads VALUES (?, ?)", (id, payload))
         return True
@@ -283,12 +249,13 @@ class Store:
             where, values = f"{where} AND {_AMONG.format('id')}", [json.dumps(list(ids))]
         if states is not None:
             where, values = f"{where} AND {_AMONG.format('state')}", [*values, json.dumps(list(states))]
-        with self._lock:
-            rows = self._all(f"SELECT {', '.join(_COLUMNS)} FROM jobs WHERE {where} ORDER BY number", values)
-            places: dict[str, list[tuple[str, int, int]]] = {}
-            for id, node, device, epoch in self._all("SELECT id, node, device, epoch FROM placements ORDER BY position"):
-                places.setdefault(id, []).append((node, device, epoch))
-        return [_record(dict(zip(_COLUMNS, row)), places) for row in rows]
+        rows = self._all(f"SELECT {', '.join(_COLUMNS)} FROM jobs WHERE {where} ORDER BY number", values)
+        records = [dict(zip(_COLUMNS, row)) for row in rows]
+        return [JobRecord(**columns | {"submission": json.loads(columns["submission"])}) for columns in records]
+
+    def placed(self) -> list[JobRecord]:
+        """Return the jobs that are on a device."""
+        return self.jobs(states=PLACED)
 
     def page(self, ended: int | None = None, waiting: int | None = None) -> tuple[list[JobRecord], int, int]:
         """Return jobs in the order of submission, and how many more have ended, and wait.
@@ -332,7 +299,6 @@ class Store:
     def forget_payload(self, id: str) -> None:
         """Remove the payload of a job that has ended: it is never started again."""
         self._run("DELETE FROM payloads WHERE id = ?", (id,))
-        self._run("DELETE FROM since WHERE id = ?", (id,))
 
     def change(self, id: str, **values: Any) -> None:
         """Set fields of one job; the fields of its submission cannot change."""
@@ -340,23 +306,31 @@ class Store:
         columns = ", ".join(f"{name} = ?" for name in values)
         self._run(f"UPDATE jobs SET {columns} WHERE id = ?", (*values.values(), id))
 
-    def place(self, id: str, places: Iterable[tuple[str, int, int]]) -> None:
-        """Set the places of a job, (node, device, epoch of the node); none: it is not on the backend."""
-        with self.transaction():
-            self._run("DELETE FROM placements WHERE id = ?", (id,))
-            for position, (node, device, epoch) in enumerate(places):
-                self._run("INSERT INTO placements VALUES (?, ?, ?, ?, ?)", (id, position, node, device, epoch))
+    def place(self, id: str, place: tuple[str, int, int] | None) -> None:
+        """Set where a job's run is, (node, device, epoch of the node); None: nowhere."""
+        self._run("UPDATE jobs SET node = ?, device = ?, epoch = ? WHERE id = ?", (*(place or (None, None, None)), id))
+
+    # -- what the scheduler's book has of jobs
+
+    def write_entry(self, id: str, columns: Mapping[str, Any] | None) -> None:
+        """Write the columns of a job that the book has, of ``Entry.columns``; None: it is no longer in the book."""
+        if columns is None:
+            self._run("UPDATE jobs SET places = NULL, reserved = NULL, key = NULL WHERE id = ?", (id,))
+            return
+        values = [json.dumps(columns[name]) if name in _AS_JSON else columns[name] for name in COLUMNS]
+        self._run(f"UPDATE jobs SET {', '.join(f'{name} = ?' for name in COLUMNS)} WHERE id = ?", (*values, id))
+
+    def entries(self) -> list[tuple[dict[str, Any], int, dict[str, Any]]]:
+        """Return the jobs in the book, in the order of submission: (submission, number, what ``write_entry`` wrote)."""
+        rows = self._all(f"SELECT submission, number, {', '.join(COLUMNS)} FROM jobs WHERE places IS NOT NULL ORDER BY number")
+        found = []
+        for submission, number, *values in rows:
+            columns = dict(zip(COLUMNS, values))
+            columns["alone"] = bool(columns["alone"])
+            found.append((json.loads(submission), number, columns | {name: json.loads(columns[name]) for name in _AS_JSON}))
+        return found
 
     # -- devices that were lost under jobs
-
-    def set_since(self, id: str, at: float) -> None:
-        """Set the time at which a job was started, or wrote its last checkpoint."""
-        self._run("INSERT OR REPLACE INTO since VALUES (?, ?)", (id, at))
-
-    def since(self, id: str) -> float | None:
-        """Return the time of ``set_since``; None if it was not set."""
-        rows = self._all("SELECT at FROM since WHERE id = ?", (id,))
-        return float(rows[0][0]) if rows else None
 
     def add_loss(self, number: int, id: str, alone: bool, ran: float, saved: int, reached: int) -> None:
         """Record that a job was on a device when the device was lost; the values are those of ``Loss``."""
@@ -388,17 +362,6 @@ class Store:
         """Return the lines of a job's log after number ``after``: (number, seconds since 1970, line)."""
         return self._all("SELECT number, at, line FROM log WHERE id = ? AND number > ? ORDER BY number", (id, after))
 
-    def check(self) -> None:
-        """Raise ClusterError if the file contradicts itself."""
-        with self._lock:
-            (found,) = self._all("PRAGMA integrity_check")[0]
-            if found != "ok":
-                raise ClusterError(f"{self.path} is damaged: {found}")
-            for job in self.jobs():
-                held = job.state in ("starting", "running", "stopping")
-                if bool(job.places) != held:
-                    raise ClusterError(f"{self.path}: job {job.id!r} is {job.state} and has {len(job.places)} places")
-
     def _run(self, sql: str, values: Sequence[Any] = ()) -> None:
         with self._lock:
             self._db.execute(sql, values)
@@ -406,11 +369,6 @@ class Store:
     def _all(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
         with self._lock:
             return self._db.execute(sql, values).fetchall()
-
-
-def _record(columns: dict[str, Any], places: dict[str, list[tuple[str, int, int]]]) -> JobRecord:
-    columns["submission"] = json.loads(columns["submission"])
-    return JobRecord(**columns, places=tuple(places.get(columns["id"], ())))
 
 
 def _told_apart(id: str, known: dict[str, Any], given: dict[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -51,14 +50,9 @@ class Submission:
     time_limit: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields, as JSON types."""
+        """Return all fields by name, as JSON types."""
         # ``dataclasses.asdict`` copies deeply, which is slow, and all fields are plain.
         return {name: getattr(self, name) for name in self.__slots__}
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Submission:
-        """Make a submission from ``to_dict``."""
-        return cls(**fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +60,13 @@ class Report:
     """News of a running submission; None for a field without news.
 
     ``progress`` goes from 0 to 1. ``rate`` is its speed relative to alone on the devices asked for (1: as fast).
-    ``utilization`` (0 to 1) and ``memory`` (bytes) are its use of each of its devices. ``slowdown`` is the guaranteed job's
-    step time relative to its solo profile (1: as fast as alone).
+    ``utilization`` (0 to 1) and ``memory`` (bytes) are its use of each of its devices.
     """
 
     progress: float | None = None
-    steps: int | None = None
     rate: float | None = None
     utilization: float | None = None
     memory: int | None = None
-    slowdown: float | None = None
 
 
 class Start(NamedTuple):

@@ -1,4 +1,4 @@
-"""The process of one device: an engine, the groups of jobs on it, and the events that it reports."""
+"""The process of one device: an engine, the groups of jobs on it, and the state that it tells."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ import socket
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from waterflow.cluster.backend import BackendEvent, Progress
-from waterflow.cluster.group import Part, Process, RunningGroup
+from waterflow.cluster.backend import DeviceState, Inbox, Request
+from waterflow.cluster.group import Process, RunningGroup
 from waterflow.cluster.shared_folder import SharedFolder
-from waterflow.cluster.submission import Priority
 from waterflow.executor.engine import Engine
 from waterflow.units import Mode
 
@@ -32,8 +30,7 @@ logger = logging.getLogger("waterflow")
 BEAT_SECONDS = 0.25  # between two signs of life of a worker
 FIRST_SECONDS = 10.0  # for the backend that started the process to connect
 FENCED = 3  # exit code
-
-Numbered = tuple[int, int, BackendEvent]  # number of the event, run, event
+END = "end"  # instead of requests: the process ends
 
 
 @dataclass(frozen=True)
@@ -54,22 +51,8 @@ class WorkerSettings:
     report_seconds: float = 0.5
 
 
-@dataclass(frozen=True)
-class Hello:
-    """The identity of a worker, and the parts that run there."""
-
-    node: str
-    epoch: int
-    memory: int
-    machine: str
-    pid: int
-    parts: tuple[Part, ...]
-
-
 class Worker:
-    """The groups of one device. Thread-safe; no method waits for a step, and only ``events`` waits."""
-
-    REQUESTS = ("start", "stop", "checkpoint", "set_priority", "acknowledge")
+    """The groups of one device. Thread-safe; no method waits for a step, and only ``news`` waits."""
 
     def __init__(self, node: str, epoch: int, folder: SharedFolder, settings: WorkerSettings) -> None:
         if settings.cores is not None:
@@ -82,93 +65,62 @@ class Worker:
         )
         self._process = Process(node, epoch, folder, self._engine)
         self._settings = settings
-        self._groups: dict[str, RunningGroup] = {}
-        self._outbox: deque[Numbered] = deque()
-        self._number = 0
-        self._lock = threading.Lock()
-        self._told = threading.Condition(self._lock)
+        self._who = node, epoch, socket.gethostname(), os.getpid(), self._engine.limit
+        self._groups: dict[tuple[str, int], RunningGroup] = {}  # by id and run
+        self._past: dict[str, int] = {}  # the newest run of each id that was forgotten
+        self._inbox = Inbox()
+        self._utilization = 0.0
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._version = 0  # of what is told at once
         threading.Thread(target=self._watch, name="reports", daemon=True).start()
 
-    def hello(self) -> Hello:
-        """Return the worker's identity, and the parts that run now."""
-        with self._lock:
-            parts = tuple(replace(g.part, started=g.started, priority=g.priority) for g in self._groups.values())
-        process = self._process
-        return Hello(process.node, process.epoch, self._engine.limit, socket.gethostname(), os.getpid(), parts)
-
-    def events(self, after: int, timeout: float) -> list[Numbered]:
-        """Return the events after number ``after``; wait at most ``timeout`` seconds for the first."""
+    def news(self, known: int, timeout: float) -> tuple[int, DeviceState]:
+        """Return the state and its version, once that is not ``known``, or after ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
-        with self._told:
-            while self._number <= after:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    break
-                self._told.wait(left)
-            return [entry for entry in self._outbox if entry[0] > after]
+        with self._changed:
+            while self._version == known and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(left)
+            parts = tuple(group.part for group in self._groups.values())
+            state = DeviceState(*self._who, self._utilization, self._inbox.handled, parts)
+            return self._version, state
 
-    def request(self, name: str, arguments: dict[str, Any]) -> None:
-        """Carry out one of ``REQUESTS``. Raises ValueError for any other."""
-        if name not in self.REQUESTS:
-            raise ValueError(f"a worker knows {', '.join(self.REQUESTS)}; got {name!r}")
-        getattr(self, name)(**arguments)
-
-    # -- requests
-
-    def start(self, id: str, run: int, share: int, shares: int, priority: Priority, resume: bool) -> None:
-        """Train a part of a group, whose payload is in the shared folder."""
-        part = Part(id, run, share, shares, priority)
+    def request(self, first: int, requests: Sequence[Request]) -> None:
+        """Take up requests, numbered from ``first``; those that are taken up already are left out."""
         with self._lock:
-            known = self._groups.get(id)
-            if known is not None and known.part.run >= run:  # the request was repeated, or is late
-                return
-            group = self._groups[id] = RunningGroup(part, resume, self._process, self._tell, self._exit_fenced)
-        group.start()
-
-    def stop(self, id: str, run: int, suspend: bool) -> None:
-        """Stop a run, if it is still there."""
-        group = self._group(id, run)
-        if group is not None:
-            group.halt(suspend)
-
-    def checkpoint(self, id: str, run: int) -> None:
-        """Save a run, if it is still there."""
-        group = self._group(id, run)
-        if group is not None:
-            # Saving waits for the ends of steps, and requests must not.
-            threading.Thread(target=group.save, daemon=True).start()
-
-    def set_priority(self, id: str, run: int, priority: Priority) -> None:
-        """Change the priority of a run, if it is still there."""
-        group = self._group(id, run)
-        if group is not None:
-            group.set_priority(priority)
-
-    def acknowledge(self, number: int) -> None:
-        """Drop the events up to ``number``: the backend has them."""
-        with self._lock:
-            while self._outbox and self._outbox[0][0] <= number:
-                self._outbox.popleft()
+            for request in self._inbox.take(first, requests):
+                try:
+                    self._take_up(request)
+                except Exception:  # one request that fails is no reason for the other groups to end
+                    logger.exception("%s failed", request)
+            self._tell()
 
     # -- inside
 
-    def _group(self, id: str, run: int) -> RunningGroup | None:
-        with self._lock:
-            group = self._groups.get(id)
-            return group if group is not None and group.part.run == run else None
+    def _take_up(self, request: Request) -> None:
+        which = request.id, request.run
+        if request.kind == "start":
+            if which not in self._groups:  # otherwise it comes from a scheduler before
+                self._groups[which] = RunningGroup(request, self._process, self._tell, self._exit_fenced)
+                self._groups[which].start(self._past.get(request.id, 0))
+            return
+        group = self._groups.get(which)
+        if group is None:
+            return
+        if request.kind == "stop":
+            group.halt(request.suspend)
+        elif request.kind == "checkpoint":
+            threading.Thread(target=group.save, daemon=True).start()  # saving waits for the ends of steps
+        elif request.kind == "set":
+            group.set_priority(request.priority)
+        elif group.part.phase == "ended":
+            del self._groups[which]
+            self._past[request.id] = max(request.run, self._past.get(request.id, 0))
 
-    def _tell(self, run: int, event: BackendEvent) -> None:
-        with self._told:
-            self._number += 1
-            if isinstance(event, Progress):  # only the newest counts
-                stale = [e for e in self._outbox if isinstance(e[2], Progress) and e[2].id == event.id]
-                for entry in stale:
-                    self._outbox.remove(entry)
-            self._outbox.append((self._number, run, event))
-            group = self._groups.get(getattr(event, "id", ""))
-            if group is not None and group.over and group.part.run == run:
-                del self._groups[group.part.id]
-            self._told.notify_all()
+    def _tell(self) -> None:
+        with self._changed:
+            self._version += 1
+            self._changed.notify_all()
 
     def _watch(self) -> None:
         busy, since = 0.0, time.monotonic()
@@ -178,16 +130,16 @@ class Worker:
                 self._exit_fenced()
             now, total = time.monotonic(), sum(self._engine.native.lane_busy_ns) * 1e-9
             # Busy time of all lanes over the wall time of all lanes.
-            utilization = min(1.0, (total - busy) / (now - since) / self._engine.lanes)
+            self._utilization = min(1.0, (total - busy) / (now - since) / self._engine.lanes)
             busy, since = total, now
             with self._lock:
-                groups = [group for group in self._groups.values() if group.started and not group.over]
+                groups = [group for group in self._groups.values() if group.part.phase == "training"]
             for group in groups:
                 try:
-                    self._tell(group.part.run, group.progress(utilization))
+                    group.measure()
                     group.save_if_due(self._settings.checkpoint_seconds)
-                except Exception:  # this thread reports and saves for the other groups, too
-                    logger.exception("no report of %r", group.part.id)
+                except Exception:  # this thread measures and saves for the other groups, too
+                    logger.exception("%r is not measured", group.part.id)
 
     def _exit_fenced(self) -> None:
         logger.error("node %r, epoch %d, was declared lost; it ends", self._process.node, self._process.epoch)
@@ -215,16 +167,13 @@ class _Server:
                 connection = self._accept()
             elif ready and connection is not None:
                 try:
-                    name, arguments = connection.recv()
+                    said = connection.recv()
                 except (EOFError, OSError):
                     connection, alone_until = None, time.monotonic() + self._outlive
                     continue
-                if name == "end":
+                if said == END:
                     return
-                try:
-                    self._worker.request(name, arguments)
-                except Exception:  # one request that fails is no reason for the other groups to end
-                    logger.exception("request %r failed", name)
+                self._worker.request(*said)
 
     def _accept(self) -> Connection:
         accepted, _ = self._listener.accept()
@@ -233,14 +182,12 @@ class _Server:
         return connection
 
     def _tell(self, connection: Connection) -> None:
-        heard = 0
+        version = -1
         with contextlib.suppress(OSError):  # the backend closed the connection
-            connection.send(self._worker.hello())
             while True:
-                # An empty list is sent, too: it is the sign of life.
-                events = self._worker.events(heard, BEAT_SECONDS)
-                connection.send(events)
-                heard = events[-1][0] if events else heard
+                # A state without news is sent, too: it is the sign of life.
+                version, state = self._worker.news(version, BEAT_SECONDS)
+                connection.send(state)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

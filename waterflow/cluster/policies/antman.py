@@ -55,7 +55,6 @@ class AntMan(Policy):
         self._calm: dict[Device, float] = {}  # the time since which a device is below ``busy``; missing: always
         self._loud: dict[Device, bool] = {}  # devices at ``busy`` or above; True: by reports, not for want of them
         self._next: float | None = _UNKNOWN
-        self._decided = 0.0  # when the last decision was
 
     @property
     def parameters(self) -> Mapping[str, Any]:
@@ -72,15 +71,18 @@ class AntMan(Policy):
     def submitted(self, entry: Entry) -> None:
         """Add an entry: an opportunistic one waits for calm devices, a guaranteed one for quota and devices of its own."""
         self._turned.pop(entry.id, None)
-        if entry.submission.priority == "opportunistic":
+        self._extra.drop(entry)  # it may have turned opportunistic the last time that it waited
+        self._wait(entry, entry.submission.auto and self._never_guaranteed(entry))
+
+    def _wait(self, entry: Entry, turned: bool) -> None:
+        entry.key = turned  # a guaranteed one that may run as opportunistic now
+        guaranteed = entry.submission.priority == "guaranteed"
+        if guaranteed:
+            self._queues.setdefault(entry.tenant, Waiting()).add(entry)
+        if turned or not guaranteed:
             self._extra.add(entry)
-            return
-        self._queues.setdefault(entry.tenant, Waiting()).add(entry)
-        if entry.submission.auto:
-            if self._never_guaranteed(entry):
-                self._extra.add(entry)
-            else:
-                self._impatient.append((entry.waiting_since, entry))  # sorted, as time does not go back
+        elif entry.submission.auto:
+            self._impatient.append((entry.waiting_since, entry))  # sorted, as time does not go back
 
     def ended(self, entry: Entry) -> None:
         """Forget the entry; queues pass over entries that no longer wait."""
@@ -114,26 +116,25 @@ class AntMan(Policy):
         self._upgrade()
         self._next = _UNKNOWN
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return which devices are calm or loud, and the time of the last decision, until which patience counts."""
+    def notes(self) -> dict[str, Any]:
+        """Return which devices are calm or loud."""
         return {
-            "decided": self._decided,
             "calm": [[*device.place, since] for device, since in self._calm.items()],
             "loud": [[*device.place, reported] for device, reported in self._loud.items()],
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, notes: Mapping[str, Any]) -> None:
         """Rebuild the queues by order, and patience by the time since which each entry waits."""
-        for entry in sorted(self.book.entries.values(), key=lambda entry: (entry.waiting_since, entry.order)):
+        entries = self.book.entries.values()
+        for entry in sorted(entries, key=lambda entry: (entry.waiting_since, entry.order)):
             if entry.state == "waiting":
-                self.submitted(entry)
-            elif entry.priority != entry.submission.priority:
+                self._wait(entry, entry.key)
+        for entry in sorted(entries, key=lambda entry: entry.entered):
+            if entry.state == "running" and entry.priority != entry.submission.priority:
                 self._turned[entry.id] = entry
-        self._lose_patience(state.get("decided", 0.0))
-        self._calm = {self.book.devices.at((node, index)): since for node, index, since in state["calm"]}
-        busy = (device.place for device in self.book.devices if device.utilization >= self.busy)
-        loud = state["loud"] if "loud" in state else [(*place, True) for place in busy]
-        self._loud = {self.book.devices.at((node, index)): reported for node, index, reported in loud}
+        at = self.book.devices.at
+        self._calm = {at((node, index)): since for node, index, since in notes["calm"]}
+        self._loud = {at((node, index)): reported for node, index, reported in notes["loud"]}
         self._next = _UNKNOWN
 
     # -- guaranteed
@@ -199,10 +200,10 @@ class AntMan(Policy):
     # -- opportunistic
 
     def _lose_patience(self, now: float) -> None:
-        self._decided = now
         while self._impatient and self._impatient[0][0] + self.patience <= now:
             since, entry = self._impatient.popleft()
             if entry.state == "waiting" and entry.waiting_since == since:
+                entry.key = True
                 self._extra.add(entry)
 
     def _start_opportunistic(self, now: float) -> bool:

@@ -56,10 +56,6 @@ class Policy(ABC):
     def submitted(self, entry: Entry) -> None:
         """Add a new entry, which waits."""
 
-    def started(self, entry: Entry) -> bool:
-        """All workers of a running entry have started. Return True to decide anew."""
-        return False
-
     def stopped(self, entry: Entry) -> None:
         """A running entry lost a device, and waits again."""
         self.submitted(entry)
@@ -79,10 +75,10 @@ class Policy(ABC):
     def decide(self, now: float) -> None:
         """Start, stop and move entries by the book's operations."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the state that the book does not have, as JSON types."""
+    def notes(self) -> dict[str, Any]:
+        """Return the state that belongs to no entry, as JSON types; what belongs to one is in ``entry.key``."""
         return {}
 
     @abstractmethod
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the policy's state from a filled book and the result of ``to_dict``."""
+    def restore(self, notes: Mapping[str, Any]) -> None:
+        """Restore the policy's state from a filled book and the result of ``notes``."""

@@ -78,12 +78,9 @@ class Capacity(Policy):
         self._within_quotas(vacant)
         self._beyond_quotas(vacant)
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Rebuild the queues.
-
-        For running entries the order of submission stands for that of their starts, which is not saved.
-        """
-        for entry in sorted(self.book.entries.values(), key=lambda entry: entry.order):
+    def restore(self, notes: Mapping[str, Any]) -> None:
+        """Rebuild the queues, and the runs beyond quotas in the order of their starts."""
+        for entry in sorted(self.book.entries.values(), key=lambda entry: entry.entered):
             if entry.state == "waiting":
                 self.submitted(entry)
             elif entry.priority == "opportunistic":

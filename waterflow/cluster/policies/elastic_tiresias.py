@@ -124,7 +124,7 @@ class ElasticTiresias(Las):
         # Stops and shrinking first: growing and starting need the devices that they free.
         book, sizes = self.book, self._sizes
         super()._act(stops, ())
-        changed = [entry for entry in self._running.values() if sizes[entry.id] != len(entry.devices)]
+        changed = [entry for *_, entry in self._order if sizes[entry.id] != len(entry.devices)]
         for entry in changed:
             size = sizes[entry.id]
             if size < len(entry.devices):
@@ -142,4 +142,4 @@ class ElasticTiresias(Las):
 
     def _resize(self, entry: Entry, devices: list[Device]) -> None:
         self.book.resize(entry, devices)
-        self._watch(entry)
+        self._watch(entry, entry.key[:3])

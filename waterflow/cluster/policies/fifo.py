@@ -41,7 +41,7 @@ class Fifo(Policy):
                 book.start(entry, devices, "guaranteed")
             waiting.popleft()
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, notes: Mapping[str, Any]) -> None:
         """Rebuild the queue from the order of submission."""
         waiting = [entry for entry in self.book.entries.values() if entry.state == "waiting"]
         self._waiting = deque(sorted(waiting, key=lambda each: each.order))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from waterflow.cluster.book import Entry
-from waterflow.cluster.policies.ranked import Item, Ranked
+from waterflow.cluster.policies.ranked import Key, Ranked
 
 
 class FifoBackfill(Ranked):
@@ -12,5 +12,5 @@ class FifoBackfill(Ranked):
     name = "fifo_backfill"
     preempts = False
 
-    def _item(self, entry: Entry) -> Item:
-        return (0.0, entry.order, 0, entry)
+    def _key(self, entry: Entry) -> Key:
+        return (0.0, entry.order, 0)

@@ -59,7 +59,7 @@ class Gandiva(Policy):
         self._servers = Servers()
         self._groups: dict[str, Group] = {}  # by the ids of their submissions
         self._packs: dict[Group, None] = {}  # groups of several submissions
-        self._failed: set[frozenset[str]] = set()  # packings that did not pay
+        self._failed: dict[str, list[list[str]]] = {}  # packings that did not pay: sorted ids, by the one that left
         self._heard: set[str] = set()  # entries that reported since the last turn
         self._slice: float | None = None  # when the turn ends
         self._changed = 0.0  # the last arrival or end
@@ -95,12 +95,13 @@ class Gandiva(Policy):
         """Remove an entry; its devices belong to the rest of its group."""
         self._changed = self.book.now
         self._pending.pop(entry.id, None)
+        self._failed.pop(entry.id, None)
         self._forget(entry)
 
     def stopped(self, entry: Entry) -> None:
         """Let an entry of a lost server wait for another one; ``nodes_changed`` removes the server."""
         self._forget(entry)
-        self._pending[entry.id] = entry
+        self._pend(entry)
 
     def nodes_changed(self) -> None:
         """Let the groups of lost servers wait for others, and add new servers."""
@@ -109,7 +110,7 @@ class Gandiva(Policy):
             for group in list(self._servers.by_node[node].groups):
                 for entry in list(group.entries):
                     self._forget(entry)
-                    self._pending[entry.id] = entry
+                    self._pend(entry)
             del self._servers.by_node[node]
         for node in nodes:
             if node not in self._servers.by_node:
@@ -143,48 +144,54 @@ class Gandiva(Policy):
             self._slice = now + self.quantum
         if self._changed + self.grow_after <= now:
             self._grow()
+        self._write_keys()
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the groups with their servers and turns, the trials, and the packings that failed."""
-        groups = [
-            {
-                "ids": [entry.id for entry in group.entries],
-                "home": {server.node.name: count for server, count in group.home.items()},
-                "turn": group.turn,
-                "left": group.left,
-                "tried": group.tried,
-            }
-            for group in sorted(set(self._groups.values()), key=lambda group: group.number)
-        ]
+    def notes(self) -> dict[str, Any]:
+        """Return the turn, and who has reported in it."""
+        servers = self._servers
         return {
-            "groups": groups,
-            "affinity": {server.node.name: server.affinity for server in self._servers.by_node.values()},
-            "packs": [group.entries[0].id for group in self._packs],
-            "failed": [sorted(ids) for ids in self._failed],
+            "affinity": {server.node.name: server.affinity for server in servers.by_node.values()},
+            "assigned": servers.assigned,
             "heard": sorted(self._heard),
             "slice": self._slice,
             "changed": self._changed,
             "counts": [self.packed, self.unpacked, self.migrations],
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the groups; an entry in no group waits for a server."""
-        for fields in state["groups"]:
-            group = Group([self.book.entries[id] for id in fields["ids"]], {})
-            group.turn, group.left, group.tried = fields["turn"], fields["left"], fields["tried"]
-            self._groups |= dict.fromkeys(fields["ids"], group)
-            self._servers.assign(group, self._servers.from_names(fields["home"]))
-        self._packs = dict.fromkeys(self._groups[id] for id in state["packs"])
-        for server in self._servers.by_node.values():
-            server.affinity = state["affinity"][server.node.name]
+    def restore(self, notes: Mapping[str, Any]) -> None:
+        """Restore the groups from the keys; an entry in no group waits for a server."""
+        members: dict[int, list[Entry]] = {}
         for entry in self.book.entries.values():
-            if entry.id not in self._groups:
+            self._failed |= {entry.id: entry.key["failed"]} if entry.key and entry.key["failed"] else {}
+            if entry.key is None or entry.key["group"] is None:
                 self._pending[entry.id] = entry
-            elif len(entry.devices) > entry.wanted:
+                continue
+            members.setdefault(entry.key["group"]["number"], []).append(entry)
+            if len(entry.devices) > entry.wanted:
                 self._grown[entry.id] = entry
-        self._failed = {frozenset(ids) for ids in state["failed"]}
-        self._heard, self._slice, self._changed = set(state["heard"]), state["slice"], state["changed"]
-        self.packed, self.unpacked, self.migrations = state["counts"]
+        for _, entries in sorted(members.items()):
+            entries.sort(key=lambda entry: entry.key["position"])
+            group = self._servers.put_back(entries, entries[0].key["group"])
+            self._groups |= {entry.id: group for entry in entries}
+        several = [group for group in set(self._groups.values()) if len(group.entries) > 1]
+        self._packs = dict.fromkeys(sorted(several, key=lambda group: group.packed))
+        for server in self._servers.by_node.values():
+            server.affinity = notes["affinity"][server.node.name]
+        self._servers.assigned = notes["assigned"]
+        self._heard, self._slice, self._changed = set(notes["heard"]), notes["slice"], notes["changed"]
+        self.packed, self.unpacked, self.migrations = notes["counts"]
+
+    def _write_keys(self) -> None:
+        self._servers.refresh()
+        for group in self._servers.changed:
+            notes = group.notes()
+            for position, entry in enumerate(group.entries):
+                entry.key = {"group": notes, "position": position, "failed": self._failed.get(entry.id, [])}
+        self._servers.changed.clear()
+
+    def _pend(self, entry: Entry) -> None:
+        self._pending[entry.id] = entry
+        entry.key = {"group": None, "position": 0, "failed": self._failed.get(entry.id, [])}
 
     # -- servers
 
@@ -295,8 +302,8 @@ class Gandiva(Policy):
             group.tried = None
             self._servers.touched[group] = None
             if sum(entry.rate for entry in group.entries) <= 1.0:
-                self._failed.add(frozenset(entry.id for entry in group.entries))
                 out = next((entry for entry in group.entries if entry.id == newcomer), group.entries[-1])
+                self._failed.setdefault(out.id, []).append(_ids(group))
                 self.book.stop(out)
                 self._split(group, out, dict(group.home)).left = self.book.now
                 self.unpacked += 1
@@ -348,7 +355,7 @@ class Gandiva(Policy):
                     and not host.entries[0].alone
                     and host.home == newcomer.home
                     and (not memory or held[host] + held[newcomer] <= memory)
-                    and frozenset(entry.id for entry in (*host.entries, *newcomer.entries)) not in self._failed
+                    and not self._has_failed(_ids(host, newcomer))
                 ):
                     yield newcomer, host
 
@@ -364,18 +371,23 @@ class Gandiva(Policy):
         elif newcomer.running:
             self.book.stop(entry)
         host.entries.append(entry)
-        self._packs[host] = None
+        self.packed += 1
+        if host not in self._packs:
+            self._packs[host] = None
+            host.packed = self.packed
         self._groups[entry.id] = host
         host.tried = entry.id
         self._servers.touched[host] = None
         # Neither of the two waits longer for its turn than before.
         host.left = min(host.left, newcomer.left)
-        self.packed += 1
+
+    def _has_failed(self, ids: list[str]) -> bool:
+        return any(ids in self._failed.get(id, ()) for id in ids)
 
     # -- growing
 
     def _shrink(self) -> None:
-        for entry in self._grown.values():
+        for entry in sorted(self._grown.values(), key=lambda entry: entry.order):
             self.book.resize(entry, entry.devices[: entry.wanted])
         self._grown.clear()
 
@@ -396,3 +408,7 @@ class Gandiva(Policy):
             entry, server = found
             self.book.resize(entry, [*entry.devices, server.idle[0]])
             self._grown[entry.id] = entry
+
+
+def _ids(*groups: Group) -> list[str]:
+    return sorted(entry.id for group in groups for entry in group.entries)

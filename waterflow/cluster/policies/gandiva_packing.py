@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from heapq import nsmallest
 from typing import Any
 
@@ -40,7 +40,6 @@ class GandivaPacking(Policy):
         self.trial = trial
         self._waiting = Waiting()
         self._trials: dict[str, float] = {}  # the times at which packed submissions are judged
-        self._failed: dict[str, set[frozenset[str]]] = {}  # sets of neighbours beside which a submission was too slow
         self.undone = 0
 
     @property
@@ -55,19 +54,19 @@ class GandivaPacking(Policy):
 
     def submitted(self, entry: Entry) -> None:
         """Add the entry to the queue."""
-        self._trials.pop(entry.id, None)
+        self._end_trial(entry)
         self._waiting.add(entry)
 
     def ended(self, entry: Entry) -> None:
         """Forget the entry; the queue passes over entries that no longer wait."""
         self._trials.pop(entry.id, None)
-        self._failed.pop(entry.id, None)
 
     def decide(self, now: float) -> None:
         """Judge packed entries whose trial is over, then start each waiting entry that finds devices."""
         for id in [id for id, end in self._trials.items() if end <= now]:
-            del self._trials[id]
-            self._judge(self.book.entries[id])
+            entry = self.book.entries[id]
+            self._end_trial(entry)
+            self._judge(entry)
         hopeless: set[tuple[int, int]] = set()  # (devices, memory) for which an entry found nothing in this decision
         for entry in self._waiting.in_order():
             if (entry.wanted, entry.memory) in hopeless:
@@ -77,26 +76,26 @@ class GandivaPacking(Policy):
                 if not self.backfill:
                     return
                 # An entry with failed packings refuses devices that another of its size may take.
-                if entry.id not in self._failed:
+                if entry.key is None:
                     hopeless.add((entry.wanted, entry.memory))
                 continue
             self.book.start(entry, devices, "opportunistic")
             if self.undo and any(len(device.opportunistic) > 1 for device in devices):
                 self._trials[entry.id] = now + self.trial
+                entry.key = (now + self.trial, *_failed(entry))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the trials, and the packings that failed."""
-        failed = {id: [sorted(ids) for ids in sets] for id, sets in self._failed.items()}
-        return {"trials": dict(self._trials), "failed": failed, "undone": self.undone}
+    def notes(self) -> dict[str, Any]:
+        """Return how many packings were undone."""
+        return {"undone": self.undone}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Rebuild the queue, the trials, and the packings that failed."""
-        for entry in self.book.entries.values():
+    def restore(self, notes: Mapping[str, Any]) -> None:
+        """Rebuild the queue, and the trials in the order of their starts."""
+        for entry in sorted(self.book.entries.values(), key=lambda entry: entry.entered):
             if entry.state == "waiting":
                 self._waiting.add(entry)
-        self._trials = dict(state["trials"])
-        self._failed = {id: {frozenset(ids) for ids in sets} for id, sets in state["failed"].items()}
-        self.undone = state["undone"]
+            elif entry.key is not None and entry.key[0] is not None:
+                self._trials[entry.id] = entry.key[0]
+        self.undone = notes["undone"]
 
     def _find(self, entry: Entry) -> list[Device] | None:
         fits = [device for device in self.book.devices if self._fits(entry, device)]
@@ -114,15 +113,23 @@ class GandivaPacking(Policy):
             return False
         if not fits_beside(entry.memory, device):
             return False
-        return frozenset(others) not in self._failed.get(entry.id, ())
+        return sorted(others) not in _failed(entry)
 
     def _judge(self, entry: Entry) -> None:
         for device in entry.devices:
             if len(device.opportunistic) > 1 and sum(each.rate for each in device.residents) <= 1.0:
-                for each in entry.devices:
-                    others = frozenset(each.opportunistic) - {entry.id}
-                    self._failed.setdefault(entry.id, set()).add(others)
+                too_slow = [sorted(each.opportunistic.keys() - {entry.id}) for each in entry.devices]
+                entry.key = (None, *_failed(entry), *too_slow)
                 self.book.stop(entry)
                 self.undone += 1
                 self._waiting.add(entry)
                 return
+
+    def _end_trial(self, entry: Entry) -> None:
+        if self._trials.pop(entry.id, None) is not None:
+            entry.key = (None, *_failed(entry)) if _failed(entry) else None
+
+
+def _failed(entry: Entry) -> Sequence[list[str]]:
+    # The key is the end of a trial, or None, and then the neighbours, sorted, beside which the entry was too slow.
+    return () if entry.key is None else entry.key[1:]

@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from heapq import heapify, heappop, heapreplace
 from math import inf
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from waterflow.cluster.book import Entry
 from waterflow.cluster.devices import Device, NodeDevices
@@ -16,12 +16,13 @@ class Group:
     """Submissions that run at the same time on the same devices: one, or several that are packed.
 
     ``home`` is the number of devices that it takes of each server; ``number`` counts such assignments. ``turn`` is when it
-    last began to run, ``left`` when it last ceased to; minus infinity: never. ``tried`` is the id of a newcomer on trial.
+    last began to run, ``left`` when it last ceased to; minus infinity: never. ``tried`` is the id of a newcomer on trial,
+    ``packed`` counts the packings that began, at the one from which it has several entries.
     ``waits`` and ``known`` are its items in the sorted lists of servers, as of the last ``refresh``: a change of a group, or
     of what it runs, must be noted in ``Servers.touched``.
     """
 
-    __slots__ = ("entries", "home", "known", "left", "number", "tried", "turn", "waits", "wanted")
+    __slots__ = ("entries", "home", "known", "left", "number", "packed", "tried", "turn", "waits", "wanted")
 
     def __init__(self, entries: list[Entry], home: dict[Server, int]) -> None:
         self.entries = entries
@@ -31,6 +32,7 @@ class Group:
         self.turn = -inf
         self.left = -inf
         self.tried: str | None = None
+        self.packed = 0
         self.waits: Item | None = None
         self.known: Item | None = None
 
@@ -53,6 +55,17 @@ class Group:
     def memory(self) -> int:
         """Bytes that it needs on each device."""
         return sum(entry.memory for entry in self.entries)
+
+    def notes(self) -> dict[str, Any]:
+        """Return its state as JSON types, for ``Servers.put_back``; each of its entries keeps it."""
+        return {
+            "home": {server.node.name: count for server, count in self.home.items()},
+            "number": self.number,
+            "turn": self.turn,
+            "left": self.left,
+            "tried": self.tried,
+            "packed": self.packed,
+        }
 
 
 Item: TypeAlias = tuple[float, int, Group]  # rank, then a number that breaks ties; no two items are equal
@@ -91,15 +104,16 @@ class Servers:
 
     Groups that wait for their turn are in a sorted list for each home, the one that left first in front: if the first of a
     list does not fit, none after it does. So a turn visits no more of them than begin to run. ``touched`` are groups whose
-    places in the lists may have changed.
+    places in the lists may have changed, ``changed`` those that were touched since its owner emptied it.
     """
 
     def __init__(self) -> None:
         self.by_node: dict[NodeDevices, Server] = {}
         self.touched: dict[Group, None] = {}
+        self.changed: dict[Group, None] = {}
         self._waiting: dict[Home, list[Item]] = {}
         self._spread: dict[Home, dict[Group, None]] = {}  # groups on devices of several servers
-        self._assigned = 0
+        self.assigned = 0  # how often a group was assigned to a home
 
     @property
     def overloaded(self) -> bool:
@@ -109,8 +123,8 @@ class Servers:
     def assign(self, group: Group, home: dict[Server, int]) -> None:
         """Assign a group to ``home``."""
         group.home = home
-        group.number = self._assigned
-        self._assigned += 1
+        group.number = self.assigned
+        self.assigned += 1
         self.touched[group] = None
         if len(home) > 1:
             self._spread.setdefault(tuple(home.items()), {})[group] = None
@@ -124,6 +138,7 @@ class Servers:
         self._set_waits(group, None)
         self._set_known(group, None)
         self.touched.pop(group, None)
+        self.changed.pop(group, None)
         if len(group.home) > 1:
             home = tuple(group.home.items())
             del self._spread[home][group]
@@ -136,12 +151,22 @@ class Servers:
                 server.affinity = 0
         group.home = {}
 
+    def put_back(self, entries: list[Entry], notes: Mapping[str, Any]) -> Group:
+        """Return the group of ``entries`` with the state of ``notes``, at its home. Call it in the order of their numbers."""
+        by_name = {node.name: server for node, server in self.by_node.items()}
+        group = Group(entries, {})
+        self.assigned = notes["number"]
+        self.assign(group, {by_name[name]: count for name, count in notes["home"].items()})
+        group.turn, group.left, group.tried, group.packed = (notes[name] for name in ("turn", "left", "tried", "packed"))
+        return group
+
     def refresh(self) -> None:
         """Put the groups that were touched at their places in the lists."""
         for group in self.touched:
             self._set_waits(group, None if group.running else (group.left, group.entries[0].order, group))
             may = group.turn > -inf and group.tried is None and group.profiled
             self._set_known(group, (group.utilization, group.number, group) if may else None)
+        self.changed |= self.touched
         self.touched.clear()
 
     def take_turns(self, room: dict[Server, int]) -> list[Group]:
@@ -271,11 +296,6 @@ class Servers:
             else:
                 return moves
         return []
-
-    def from_names(self, home: Mapping[str, int]) -> dict[Server, int]:
-        """Return a home from its servers' names."""
-        by_name = {node.name: server for node, server in self.by_node.items()}
-        return {by_name[name]: count for name, count in home.items()}
 
 
 def idle_devices(home: Mapping[Server, int], own: Collection[Device] = ()) -> list[Device]:

@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 from typing import Any, Literal
 
 from waterflow.cluster.book import Entry
-from waterflow.cluster.policies.ranked import Item, Ranked
+from waterflow.cluster.policies.ranked import Item, Key, Ranked, item_of
 
 _BEFORE_ALL: Any = (-1.0,)  # less than any item
 
@@ -66,7 +66,7 @@ class Las(Ranked):
             time = self.next_tick
         for entry in sorted(demoted.values(), key=lambda each: each.order):
             self._on_stop(entry)
-            entry.key = (entry.key[0] + 3, self._next(), 0, entry)  # last of the next queue, though it runs
+            entry.key = (entry.key[0] + 3, self._next(), 0)  # last of the next queue, though it runs
             self._insert(entry)
         super().decide(now)
         for entry in demoted.values():
@@ -84,26 +84,24 @@ class Las(Ranked):
         """Return the index of an entry's queue; the first is 0."""
         return int(entry.key[0]) // 2
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the order, and the times at which limits are reached."""
-        return {**super().to_dict(), "due": dict(self._due)}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, notes: Mapping[str, Any]) -> None:
         """Restore the order, and the times at which limits are reached."""
-        super().restore(state)
-        self._order = [entry.key for entry in self._running.values()]
-        self._asked = [entry.wanted for entry in self._running.values()]
-        self._due = dict(state["due"])
+        super().restore(notes)
+        running = self._running.values()
+        self._order = [item_of(entry) for entry in running]
+        self._asked = [entry.wanted for entry in running]
+        self._due = {entry.id: entry.key[3] for entry in running if len(entry.key) > 3}
         self._demotions = sorted((due, self._running[id].order, self._running[id]) for id, due in self._due.items())
 
-    # -- parts. The rank is twice the queue, plus one for a waiting entry.
+    # -- parts. The rank is twice the queue, plus one for a waiting entry. The key of a run ends with the time at which it
+    # reaches its limit, if there is one.
 
-    def _item(self, entry: Entry) -> Item:
+    def _key(self, entry: Entry) -> Key:
         if entry.key is None:
-            return (1.0, self._next(), 0, entry)
+            return (1.0, self._next(), 0)
         if entry.id in self._demoted:
-            return entry.key
-        return (2.0 * self.queue_of(entry) + 1, -self._next(), 0, entry)  # before all that wait
+            return entry.key[:3]
+        return (2.0 * self.queue_of(entry) + 1, -self._next(), 0)  # before all that wait
 
     def _ranked(self, now: float) -> list[Item]:
         return self._order
@@ -116,33 +114,36 @@ class Las(Ranked):
 
     def _wait(self, entry: Entry) -> None:
         super()._wait(entry)
-        self._change(entry.key)
+        self._change(item_of(entry))
 
     def _change(self, item: Item) -> None:
         if self._first is None or item < self._first:
             self._first = item
 
     def _on_start(self, entry: Entry) -> None:
-        entry.key = (2.0 * self.queue_of(entry), self._next(), 0, entry)
+        self._watch(entry, (2.0 * self.queue_of(entry), self._next(), 0))
         self._insert(entry)
-        self._watch(entry)
 
     def _insert(self, entry: Entry) -> None:
-        at = bisect_left(self._order, entry.key)
-        self._order.insert(at, entry.key)
+        item = item_of(entry)
+        at = bisect_left(self._order, item)
+        self._order.insert(at, item)
         self._asked.insert(at, entry.wanted)
 
     def _on_stop(self, entry: Entry) -> None:
-        at = bisect_left(self._order, entry.key)
+        item = item_of(entry)
+        at = bisect_left(self._order, item)
         del self._order[at], self._asked[at]
-        self._change(entry.key)
+        self._change(item)
         self._due.pop(entry.id, None)
 
-    def _watch(self, entry: Entry) -> None:
-        queue = self.queue_of(entry)
+    def _watch(self, entry: Entry, key: Key) -> None:
+        queue = int(key[0]) // 2
         if queue < len(self._limits):
             now, limit = self.book.now, self._limits[queue]
             by_time = self._by == "time"
             left = limit - entry.ran_at(now) if by_time else (limit - entry.service_at(now)) / len(entry.devices)
             due = self._due[entry.id] = now + left
+            key = (*key, due)
             heappush(self._demotions, (due, entry.order, entry))
+        entry.key = key

@@ -13,6 +13,7 @@ from waterflow.cluster.book import Entry
 from waterflow.cluster.policies.base import Policy
 
 Item: TypeAlias = tuple[float, int, int, Entry]  # rank, then two numbers that break ties; no two items are equal
+Key: TypeAlias = tuple[Any, ...]  # the numbers of an item, and what else a policy notes of an entry
 Class: TypeAlias = tuple[str, int, bool]  # tenant if quotas bind, devices, and a property that the policy adds
 Head: TypeAlias = tuple[Item, int, Class]  # the next waiting item of a class, its index in the class, the class
 
@@ -22,8 +23,8 @@ class Ranked(Policy):
 
     Waiting submissions are in a sorted list for each size (and tenant, if quotas bind): if the first of a list does not fit,
     none after it does. So a decision visits the running submissions, and of the waiting ones no more than start, and one for
-    each list. Priorities are ignored: all run as guaranteed. ``entry.key`` is the entry's item, of the last decision if it
-    runs.
+    each list. Priorities are ignored: all run as guaranteed. ``entry.key`` begins with the three numbers of the entry's item,
+    of the last decision if it runs.
     """
 
     preempts: ClassVar[bool] = True
@@ -36,8 +37,8 @@ class Ranked(Policy):
     # -- for subclasses to implement
 
     @abstractmethod
-    def _item(self, entry: Entry) -> Item:
-        """Return the item of a waiting entry, which must not change while it waits."""
+    def _key(self, entry: Entry) -> Key:
+        """Return the key of a waiting entry, which must not change while it waits."""
 
     def _ranked(self, now: float) -> list[Item]:
         """Return the items of running entries, in order."""
@@ -89,20 +90,18 @@ class Ranked(Policy):
 
     # -- a restart
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the order."""
-        return {"count": self._count, "items": {entry.id: entry.key[:3] for entry in self.book.entries.values()}}
+    def notes(self) -> dict[str, Any]:
+        """Return how far the numbers of items are counted."""
+        return {"count": self._count}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the order."""
-        self._count = state["count"]
-        for entry in self.book.entries.values():
-            rank, first, second = state["items"][entry.id]
-            entry.key = (rank, first, second, entry)
+    def restore(self, notes: Mapping[str, Any]) -> None:
+        """Restore the order from the keys."""
+        self._count = notes["count"]
+        for entry in sorted(self.book.entries.values(), key=lambda each: tuple(each.key[:3])):
+            entry.key = tuple(entry.key)
             if entry.state == "waiting":
-                insort(self._waiting.setdefault(self._class_of(entry), []), entry.key)
-        for entry in sorted(self.book.entries.values(), key=lambda each: each.key):
-            if entry.state == "running":
+                self._waiting.setdefault(self._class_of(entry), []).append(item_of(entry))
+            else:
                 self._running[entry.id] = entry
 
     # -- parts
@@ -118,12 +117,12 @@ class Ranked(Policy):
         return self._count
 
     def _wait(self, entry: Entry) -> None:
-        entry.key = item = self._item(entry)
-        insort(self._waiting.setdefault(self._class_of(entry), []), item)
+        entry.key = self._key(entry)
+        insort(self._waiting.setdefault(self._class_of(entry), []), item_of(entry))
 
     def _forget(self, entry: Entry) -> None:
         waiting = self._waiting[self._class_of(entry)]
-        del waiting[bisect_left(waiting, entry.key)]
+        del waiting[bisect_left(waiting, item_of(entry))]
 
     def _choose(self, now: float) -> tuple[list[Entry], list[Entry]]:
         """Return the entries to stop and those to start, both in the order of rank."""
@@ -228,3 +227,8 @@ class Ranked(Policy):
                 stops.append(running[at][3])
                 at += 1
         return kept
+
+
+def item_of(entry: Entry) -> Item:
+    """Return an entry's item, from its key."""
+    return (*entry.key[:3], entry)

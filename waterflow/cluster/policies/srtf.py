@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from waterflow.cluster.book import Entry
-from waterflow.cluster.policies.ranked import Item, Ranked
+from waterflow.cluster.policies.ranked import Item, Key, Ranked, item_of
 
 
 class Srtf(Ranked):
@@ -30,12 +33,21 @@ class Srtf(Ranked):
         """Return the seconds that are left."""
         return entry.remaining_at(now)
 
-    def _item(self, entry: Entry) -> Item:
-        return (self.rank(entry, self.book.now), self._next(), 0, entry)
+    def notes(self) -> dict[str, Any]:
+        """Return the counts, and that of the last decision."""
+        return {**super().notes(), "moment": self._moment}
+
+    def restore(self, notes: Mapping[str, Any]) -> None:
+        """Restore the order from the keys."""
+        super().restore(notes)
+        self._moment = notes["moment"]
+
+    def _key(self, entry: Entry) -> Key:
+        return (self.rank(entry, self.book.now), self._next(), 0)
 
     def _ranked(self, now: float) -> list[Item]:
-        before = sorted((self.rank(entry, now), *entry.key) for entry in self._running.values())
+        before = sorted((self.rank(entry, now), *item_of(entry)) for entry in self._running.values())
         for place, (rank, last, *_, entry) in enumerate(before):
             if rank != last:
-                entry.key = (rank, self._moment, place, entry)
-        return [entry.key for *_, entry in before]
+                entry.key = (rank, self._moment, place)
+        return [item_of(entry) for *_, entry in before]

@@ -37,6 +37,10 @@ class Waiting:
         heappop(self._by_size[entry.wanted])
         del self._entries[entry.order]
 
+    def drop(self, entry: Entry) -> None:
+        """Remove an entry, until it is added again."""
+        self._entries.pop(entry.order, None)
+
     def in_order(self) -> Iterator[Entry]:
         """Yield all entries in order. Entries may be started meanwhile."""
         for order in sorted(self._entries):
@@ -49,9 +53,10 @@ class Waiting:
     def _head(self, size: int) -> int | None:
         orders = self._by_size[size]
         while orders:
-            if self._entries[orders[0]].state == "waiting":
+            entry = self._entries.get(orders[0])
+            if entry is not None and entry.state == "waiting":
                 return orders[0]
-            del self._entries[heappop(orders)]
+            self._entries.pop(heappop(orders), None)
         return None
 
 
