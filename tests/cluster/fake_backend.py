@@ -120,7 +120,7 @@ class FakeBackend(Nodes):
         assert self.folder.payload(request.id, request.run).exists()
         assert request.id not in self.runs, f"{request.id} runs twice at a time"
         self.starts.append(request.id)
-        if request.resume:
+        if request.run > 1:
             self.resumed.append(request.id)
 
     def _running(self) -> list[tuple[FakeDevice, Part]]:

@@ -85,8 +85,8 @@ def test_results_are_those_of_train(there: Watched, id: str) -> None:
         equal(there.results(name), expected)
     phases = [part.phase for part in there.of(id)]
     assert phases == sorted(phases, key=["beginning", "training", "ended"].index)
-    for state in there.listen():  # what was asked to be forgotten is told no more
-        assert not state.parts or not there.backend.answered(state.node)
+    for node in (first, second):  # what was asked to be forgotten is told no more
+        assert there.answer(node).parts == ()
 
 
 def test_progress(there: Watched, id: str) -> None:
@@ -222,8 +222,7 @@ def test_a_run_that_was_here_is_not_begun_again(there: Watched, id: str) -> None
     first, _ = there.alive()
     there.start(id, pack(jobs(batches=2)), first)
     assert there.end(id).how == "completed"
-    while not there.backend.answered(first):
-        there.listen()
+    there.answer(first)
     there.ask(id, "start")
     ended = there.end(id)
     assert ended.how == "refused" and ended.reason == "run 1 of it was here before"

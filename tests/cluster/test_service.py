@@ -773,7 +773,7 @@ def test_a_full_disk_behind_a_commit(cluster: Cluster, monkeypatch: pytest.Monke
 
 def test_files_that_find_no_room_are_written_later(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as full:
-        full.setattr(cluster.backend.folder, "prepare", fails(OSError(errno.ENOSPC, "No space left on device")))
+        full.setattr(cluster.backend.folder, "_prepare", fails(OSError(errno.ENOSPC, "No space left on device")))
         cluster.submit("a")
         cluster.turn(20)
         assert cluster.states() == {"a": "waiting"} and not cluster.service.over
@@ -801,8 +801,6 @@ def test_what_cannot_be_taken_up_holds_up_nobody(cluster: Cluster, monkeypatch: 
         faulty.setattr(Reconciler, "_take", take)
         cluster.backend.end("a")
         cluster.backend.end("b")
-        with pytest.raises(ZeroDivisionError):
-            cluster.turn()
         cluster.turn()
         assert cluster.states() == {"a": "running", "b": "completed", "c": "starting"}
         assert "job 'a': ZeroDivisionError: a fault" in told_of(cluster) and cluster.submit("d")
@@ -814,10 +812,10 @@ def test_what_cannot_be_taken_up_holds_up_nobody(cluster: Cluster, monkeypatch: 
 def test_a_job_that_cannot_be_settled_holds_up_nobody(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Reconciler._start
 
-    def start(self: Reconciler, job: Any, entry: Any) -> None:
+    def start(self: Reconciler, job: Any, *rest: Any) -> None:
         if job.id == "a":
             raise ZeroDivisionError("a fault")
-        whole(self, job, entry)
+        whole(self, job, *rest)
 
     with monkeypatch.context() as faulty:
         faulty.setattr(Reconciler, "_start", start)

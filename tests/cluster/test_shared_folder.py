@@ -119,14 +119,15 @@ def test_a_job_begins_with_its_own_files(folder: SharedFolder, tmp_path: Path) -
     (tmp_path / "saved").write_text("mine")
     for again in range(2):
         epoch = folder.new_epoch()
-        folder.prepare("a", 1, b"first", tmp_path / "saved")
+        folder.prepare("a", 1, b"first", True, tmp_path / "saved")
         state = folder.last_state("a", 0)
         assert state is not None and state.read_text() == "mine" and folder.last_result("a", 0) is None
         folder.publish(epoch, written(folder, epoch), folder.state("a", 0, 1, epoch, 1))
         folder.publish(epoch, written(folder, epoch), folder.result("a", 0, 1, epoch))
-        for run in (1, 2):
-            folder.ended("a", run).write_text('{"how": "suspended", "reason": "", "steps": 3}')
+        folder.ended("a", 1).write_text('{"how": "suspended", "reason": "", "steps": 3}')
+        assert folder.last_run("a") == 1 and folder.last_run("b") == 0
         folder.prepare("a", 2, b"second")
+        folder.ended("a", 2).touch()  # a power cut left it empty
         assert folder.payload("a", 2).read_bytes() == b"second" and not folder.payload("a", 1).exists(), again
         state = folder.last_state("a", 0)
         assert state is not None and state.read_text() == "new" and folder.last_result("a", 0) is not None

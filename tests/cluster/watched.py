@@ -19,14 +19,15 @@ class Watched:
     def __init__(self, backend: Any) -> None:
         assert isinstance(backend, Nodes)
         self.backend: Any = backend
+        self.states: dict[str, DeviceState] = {}  # the newest ones
         self.runs: dict[str, tuple[int, str]] = {}  # the newest run of each id, and its node
         self.told: list[tuple[str, int, Part]] = []  # node, epoch, part
 
     def start(self, id: str, payload: bytes, node: str, priority: Any = "guaranteed", checkpoint: Path | None = None) -> None:
         run = self.runs[id][0] + 1 if id in self.runs else 1
         self.runs[id] = run, node
-        self.backend.folder.prepare(id, run, payload, checkpoint)
-        self.backend.request(node, Request("start", id, run, priority, resume=run > 1 or checkpoint is not None))
+        self.backend.folder.prepare(id, run, payload, run == 1, checkpoint)
+        self.backend.request(node, Request("start", id, run, priority))
 
     def ask(self, id: str, kind: Any, **more: Any) -> None:
         run, node = self.runs[id]
@@ -34,6 +35,7 @@ class Watched:
 
     def listen(self) -> list[DeviceState]:
         states: list[DeviceState] = self.backend.listen(0.1)
+        self.states |= {state.node: state for state in states}
         self.told += [(state.node, state.epoch, part) for state in states for part in state.parts]
         return states
 
@@ -46,6 +48,14 @@ class Watched:
                     if state.node == node and (part.id, part.run) == (id, run) and condition(part):
                         return part
         raise AssertionError(f"not within {seconds} s; there was {self.of(id)}")
+
+    def answer(self, node: str, seconds: float = 20.0) -> DeviceState:
+        """The state in which a device has taken up all requests, once it has told it."""
+        deadline = time.monotonic() + seconds
+        while node not in self.states or not self.backend.answered(self.states[node]):
+            assert time.monotonic() < deadline, f"{node} does not answer"
+            self.listen()
+        return self.states[node]
 
     def end(self, id: str, seconds: float = 20.0) -> Part:
         """The end of the newest run, which is forgotten then."""

@@ -79,16 +79,15 @@ class DeviceState:
 class Request:
     """A request to a device about one run of a job. Its effect shows in the device's state.
 
-    ``start`` trains the jobs of a payload that is in the shared folder, with ``priority``, and with ``resume`` from their
-    checkpoints there. ``stop`` ends them after their current steps, with ``suspend`` behind a checkpoint. ``checkpoint``
-    writes one besides the periodic ones. ``set`` changes ``priority``. ``forget`` drops a run that has ended.
+    ``start`` trains the jobs of a payload that is in the shared folder, from the checkpoints there, with ``priority``. ``stop``
+    ends them after their current steps, with ``suspend`` behind a checkpoint. ``checkpoint`` writes one besides the periodic
+    ones. ``set`` changes ``priority``. ``forget`` drops a run that has ended.
     """
 
     kind: Literal["start", "stop", "checkpoint", "set", "forget"]
     id: str
     run: int
     priority: Priority = "guaranteed"
-    resume: bool = False
     suspend: bool = False
 
 
@@ -115,8 +114,8 @@ class Backend(Protocol):
 
     - *States.* A device tells its state whenever a run, its phase, priority, stop or checkpoint has changed, or a request was
       taken up, and four times a second besides. Any state may be lost: the next one says the same.
-    - *Requests.* They reach a device once and in order, as long as its process lives; ``answered`` says whether the newest
-      state has the effects of all of them.
+    - *Requests.* They reach a device once and in order, as long as its process lives; ``answered`` says whether a state has the
+      effects of all of them. Those of an earlier backend reach nobody once another one has heard the device.
     - *Fencing.* A process whose node is no longer alive, or has another epoch, can publish neither checkpoints nor results,
       and its states are dropped.
     - *Files.* Payloads, checkpoints, results and notes of ends go through ``folder``, which all nodes share. Its owner is
@@ -136,8 +135,8 @@ class Backend(Protocol):
     def request(self, node: str, *requests: Request) -> None:
         """Make requests to a device; they are repeated until it has taken them up, or its process is lost."""
 
-    def answered(self, node: str) -> bool:
-        """Return whether the device has told a state with the effects of all requests to it."""
+    def answered(self, state: DeviceState) -> bool:
+        """Return whether a state has the effects of all requests to its process; False once that is lost."""
 
     def end_process(self, node: str, epoch: int, why: str) -> None:
         """End the process of a node at once, if it is still that of ``epoch``; it is started again."""

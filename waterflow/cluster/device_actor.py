@@ -25,21 +25,28 @@ class DeviceActor:
             os.dup2(log.fileno(), 2)
         self._worker = Worker(node, self._epoch, shared, settings)
         self._asked = Silence()
+        self._lock, self._session = threading.Lock(), 0
         if outlive > 0:
             threading.Thread(target=self._end_when_forgotten, args=(outlive,), daemon=True).start()
 
-    def news(self, epoch: int, known: int, timeout: float) -> tuple[int, DeviceState]:
-        """Return the state and its version, at once if this is not the process ``epoch``; see ``Worker.news``."""
+    def news(self, epoch: int, session: int, known: int, timeout: float) -> tuple[int, DeviceState]:
+        """Return the state and its version, at once if this is not the process ``epoch``; see ``Worker.news``.
+
+        ``session`` numbers the backends: requests of those before it are dropped from now on.
+        """
         self._asked.broken()
+        with self._lock:
+            self._session = max(session, self._session)
         return self._worker.news(known, timeout if epoch == self._epoch else 0.0)
 
-    def request(self, epoch: int, first: int, requests: Sequence[Request]) -> None:
+    def request(self, epoch: int, session: int, first: int, requests: Sequence[Request]) -> None:
         """Take up requests to the process ``epoch``.
 
-        Ray also delivers requests to the process before it: these are dropped.
+        Ray also delivers requests to the process before it, and late ones of a backend that has ended: these are dropped.
         """
-        if epoch == self._epoch:
-            self._worker.request(first, requests)
+        with self._lock:
+            if epoch == self._epoch and session == self._session:
+                self._worker.request(first, requests)
 
     def _end_when_forgotten(self, seconds: float) -> None:
         # Time in which this process itself stood still does not count: see ``Silence``.

@@ -94,7 +94,6 @@ class RunningGroup:
         self.id, self.run = start.id, start.run
         self.part = Part(start.id, start.run, "beginning", start.priority)
         self._process = process
-        self._resume = start.resume
         self._tell = tell
         self._fenced = fenced
         self._jobs: dict[int, Job | Task] = {}
@@ -138,14 +137,18 @@ class RunningGroup:
         with self._lock:
             if self._halted in (how, "cancelled"):
                 return
-            self._halted = how
+            before, self._halted = self._halted, how
             runners = list(self._runners.items())
+        try:
+            for number, runner in runners:
+                stop = self._suspend_one if suspend else self._cancel_one
+                threading.Thread(target=stop, args=(number, runner), daemon=True).start()
+            if self.part.phase == "beginning" and not suspend:
+                threading.Thread(target=self._break_off_beginning, daemon=True).start()
+        except RuntimeError:  # no more threads: it is asked again, as it does not tell that it stops
+            self._halted = before
+            raise
         self._change(stopping=how)
-        for number, runner in runners:
-            stop = self._suspend_one if suspend else self._cancel_one
-            threading.Thread(target=stop, args=(number, runner), daemon=True).start()
-        if self.part.phase == "beginning" and not suspend:
-            threading.Thread(target=self._break_off_beginning, daemon=True).start()
 
     def save(self) -> None:
         """Write a checkpoint of each job that trains. Waits for the ends of current steps."""
@@ -242,8 +245,8 @@ class RunningGroup:
             with self._saving:  # a save under way leaves nothing behind the end; later ones find no job
                 pass
             # The end is noted in the shared folder, where it is found if this process ends before it has told of it.
-            note, steps = folder.own(epoch) / f"{next(_count)}.ended", self.steps()
-            told = json.dumps({"how": how, "reason": reason[:LONGEST_REASON], "steps": steps})
+            note = folder.own(epoch) / f"{next(_count)}.ended"
+            told = json.dumps({"how": how, "reason": reason[:LONGEST_REASON], "steps": self.steps()})
 
             def write() -> None:
                 note.write_text(told)
@@ -254,7 +257,9 @@ class RunningGroup:
                 folder.drop_states(self.id, keep=0)  # it is never resumed
         except (Fenced, FileNotFoundError):
             return self._fenced()
-        self._end(how, reason[:LONGEST_REASON], steps)
+        except Exception:
+            logger.exception("the end of %r is told, and could not be noted", self.id)
+        self._end(how, reason[:LONGEST_REASON], self.steps())
 
     def _end(self, how: How, reason: str, steps: int = 0) -> None:
         self._change(phase="ended", how=how, reason=reason, steps=steps, seconds=time.monotonic() - self._began)
@@ -275,7 +280,7 @@ class RunningGroup:
         numbers = torch.Generator().manual_seed(zlib.crc32(id.encode()))
         seeds = [draw_seed(numbers) for _ in jobs]
         states: dict[int, Checkpoint] = {}
-        for number, job in enumerate(jobs) if self._resume else ():
+        for number, job in enumerate(jobs):
             result = folder.last_result(id, number)
             state = folder.last_state(id, number)
             # A job that had ended before the group was lost is not trained again.

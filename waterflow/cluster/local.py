@@ -146,8 +146,11 @@ class LocalBackend(OwnNodes):
                     self._begin_again(child)
 
     def _wait(self, timeout: float) -> None:
-        there = [child for child in self._children.values() if child.connection is not None]
-        wait([*(child.connection for child in there), *(child.alive for child in there)], timeout)  # type: ignore[list-item]
+        with self._guard:
+            there = [child for child in self._children.values() if child.connection is not None]
+            heard = [handle for child in there for handle in (child.connection, child.alive)]
+        with contextlib.suppress(OSError, ValueError):  # closed meanwhile, as a process is ended
+            wait(heard, timeout)  # type: ignore[arg-type]
 
     def _hear(self, child: _Child) -> str | None:
         """Take the states of a child; return the reason if its process has ended, else None."""

@@ -67,11 +67,15 @@ class Losses:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._by_job: dict[str, list[Loss]] = {}
-        for row in store.losses():
-            self._note(Loss(*row))
+        self.read()
         self._running_since: dict[str, float] = {}  # as far as this process knows
         self._further_since: dict[str, float] = {}  # than where devices were lost
+
+    def read(self) -> None:
+        """Take up what the store has, after a transaction that was undone."""
+        self._by_job: dict[str, list[Loss]] = {}
+        for row in self._store.losses():
+            self._note(Loss(*row))
 
     def began(self, id: str, now: float, start: bool) -> None:
         """Record that a job was started (``start``), or has a new checkpoint."""

@@ -83,10 +83,11 @@ class Nodes(ABC):
                 there.pending += requests
                 self._send_pending(node, there.first + len(there.pending) - len(requests))
 
-    def answered(self, node: str) -> bool:
+    def answered(self, state: DeviceState) -> bool:
         """See ``Backend``."""
         with self._guard:
-            return node in self._requests and not self._requests[node].pending
+            node, there = self._nodes[state.node], self._requests.get(state.node)
+            return there is not None and node.epoch == state.epoch and state.handled + 1 >= there.first + len(there.pending)
 
     # -- for subclasses to call
 

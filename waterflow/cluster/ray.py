@@ -77,6 +77,7 @@ class RayBackend(OwnNodes):
         self._cores = [tuple(c) for c in cores] if cores is not None else None
         self._silent, self._outlive, self._devices = silent_seconds, outlive, devices
         self._namespace = "waterflow-" + hashlib.sha256(str(self.folder.path).encode()).hexdigest()[:12]
+        self._session = self.folder.new_session()
         self._actors: dict[str, _Actor] = {}
         self._next_look = 0.0
         self._environment: RayEnvironment | None = None
@@ -101,7 +102,7 @@ class RayBackend(OwnNodes):
     def _send(self, node: str, first: int, requests: Sequence[Request]) -> None:
         actor = self._actors[node]
         if actor.state is not None:
-            actor.handle.request.remote(actor.state.epoch, first, list(requests))
+            actor.handle.request.remote(actor.state.epoch, self._session, first, list(requests))
 
     def end_process(self, node: str, epoch: int, why: str) -> None:
         """See ``Backend``."""
@@ -139,7 +140,7 @@ class RayBackend(OwnNodes):
     def _ask_for_news(self, actor: _Actor) -> None:
         epoch = actor.state.epoch if actor.state is not None else 0
         # One pending call for each actor, which waits for news on the actor's side.
-        actor.answer = actor.handle.news.remote(epoch, actor.version, BEAT_SECONDS)
+        actor.answer = actor.handle.news.remote(epoch, self._session, actor.version, BEAT_SECONDS)
 
     def _hear(self, actor: _Actor) -> None:
         answer, actor.answer = actor.answer, None

@@ -1,13 +1,14 @@
 """The comparison of the table of jobs with what devices tell, and the requests that bring the two together.
 
-The scheduler's book says where jobs are to run, a job's row where its run is, and a device's state what it has of it. Nothing
-else is kept: a request is the difference between the two, and the next state says whether it is still to be made.
+The scheduler's book says where jobs are to run, a job's row where its run is, and a device's state what it has of it. No list of
+requests is kept: a request is a difference, and the next state says whether it is still there.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from waterflow.cluster.book import Entry
 from waterflow.cluster.losses import MOST_LOSSES as MOST_LOSSES, Losses
 from waterflow.cluster.scheduler import Scheduler
 from waterflow.cluster.store import ENDED, NOT_NOW, JobRecord, State, Store
-from waterflow.cluster.stuck import Stuck
+from waterflow.cluster.stuck import Ask, Stuck
 from waterflow.cluster.submission import Node, Report
 from waterflow.errors import BackendError
 from waterflow.units import format_seconds
@@ -27,29 +28,38 @@ AGAIN_SECONDS = 10.0  # before what went wrong with one job is tried again
 NOBODY_SAW = "its process ended while no scheduler ran"
 
 
+class JobFault(Exception):
+    """An error about one job, behind which the book may be ahead of its rows: the turn is taken again without the job."""
+
+
 class Reconciler:
     """Brings scheduler and store up to what devices tell, and makes requests of what differs. Its caller holds the lock.
 
     ``now`` is the caller's time. ``see``, ``cancel`` and ``settle`` belong to a transaction of the store, which the caller
-    opens. Once that has failed, ``begin_again`` comes before anything else.
+    opens. Once that has failed, ``begin_again`` comes before anything else. ``over`` is set once a job has ended.
+
+    Raises JobFault.
     """
 
     def __init__(self, store: Store, backend: Backend, scheduler: Scheduler) -> None:
         self.store = store
         self.backend = backend
+        self.over = False
+        self.devices: dict[str, DeviceState] = {}  # the newest state of each process that the table knows
+        self.live: dict[str, Part] = {}  # what was seen last of each job that is on a device
         self._trouble: dict[str, tuple[float, str]] = {}  # of jobs: until when it is left alone, and why
         self._first = True  # nothing was seen yet
+        self._losses = Losses(store)
+        self._stuck = Stuck(store, backend)
+        self._now = 0.0
         self.begin_again(scheduler)
 
     def begin_again(self, scheduler: Scheduler) -> None:
         """Take up the table as it is, with a scheduler of its rows."""
         self.scheduler = scheduler
-        self.devices: dict[str, DeviceState] = {}  # the newest state of each process that the table knows
-        self.live: dict[str, Part] = {}  # what was seen last of each job that is on a device
+        self._taken: dict[str, Part] = {}  # parts that the table is up to
         self._epochs: dict[str, int] = self.store.meta("epochs") or {}  # of the nodes that the scheduler knows
-        self._losses = Losses(self.store)
-        self._stuck = Stuck(self.store, self.backend)
-        self._now = 0.0
+        self._losses.read()
 
     def trouble(self) -> str | None:
         """Return what went wrong with a job, and is tried again; None if nothing did."""
@@ -65,13 +75,13 @@ class Reconciler:
         alive = {name: node.epoch for name, node in nodes.items() if node.alive}
         # If no process of the last time is left when this one begins, the machine went down, and no job is to blame.
         blame = not self._first or any(alive.get(name) == epoch for name, epoch in self._epochs.items())
-        gone = {name: epoch for name, epoch in self._epochs.items() if alive.get(name) != epoch}
-        why = {name: nodes[name].lost if name in nodes else "" for name in gone}
-        for name, epoch in gone.items():
-            self._node_lost(name, epoch, why[name], blame)
-        for job in self.store.placed() if gone or self._trouble else ():
+        why = {name: node.lost or NOBODY_SAW for name, node in nodes.items()}
+        for name, epoch in list(self._epochs.items()):
+            if alive.get(name) != epoch:
+                self._node_lost(name, epoch, why.get(name, NOBODY_SAW), blame)
+        for job in self.store.placed():
             if self._epochs.get(job.node or "") != job.epoch:
-                self._try(job.id, self._left_behind, job, why.get(job.node or "", ""), undo_turn=True)
+                self._try(job.id, self._left_behind, job, why.get(job.node or "", NOBODY_SAW))
         for name, epoch in alive.items():
             if name not in self._epochs:
                 self._epochs[name] = epoch
@@ -95,17 +105,17 @@ class Reconciler:
             return False
         self.devices[state.node] = state
         for part in state.parts:
-            if self.live.get(part.id) == part:
+            if self._taken.get(part.id) == part:
                 continue
             job = self.store.job(part.id)
             if job is not None and not job.over and self.part(job) == part:
-                self._try(job.id, self._take, job, part, state, undo_turn=True)
+                self._try(job.id, self._take, job, part, state)
         return True
 
     def _take(self, job: JobRecord, part: Part, state: DeviceState) -> None:
         if part.phase == "ended":
             assert part.how is not None
-            self.live[job.id] = part
+            self.live[job.id] = self._taken[job.id] = part
             self._ended(job, part.how, part.reason, part.steps)
             return
         if part.phase == "training":
@@ -113,13 +123,17 @@ class Reconciler:
                 started = job.started if job.started is not None else self._now
                 self.store.change(job.id, state="running", started=started)
                 self._losses.began(job.id, self._now, start=True)
-            report = Report(part.fraction, utilization=self._share(job, state), memory=part.memory or None)
-            self.scheduler.report(self._now, job.id, report, decide=False)
+            entry = self.scheduler.book.entries.get(job.id)
+            if entry is not None and entry.places == ((job.node, job.device),):  # else it is to run elsewhere
+                # A device tells its utilization once, for all; the shares of those there must add up to it.
+                share = state.utilization / len(entry.devices[0].residents)
+                report = Report(part.fraction, utilization=share, memory=part.memory or None)
+                self.scheduler.report(self._now, job.id, report, decide=False)
         if part.saved is not None and part.saved != job.steps:
             self.store.change(job.id, steps=part.saved)
             self._losses.began(job.id, self._now, start=False)
             self.store.say(job.id, self._now, f"checkpoint after {part.saved} steps")
-        self.live[job.id] = part
+        self.live[job.id] = self._taken[job.id] = part
         if self._losses.known(job.id):
             self._clear(job)
         self._limit(job, part)
@@ -133,14 +147,8 @@ class Reconciler:
             self.store.say(job.id, self._now, f"is ended: {reason}")
             self.scheduler.ended(self._now, job.id, decide=False)
 
-    def _share(self, job: JobRecord, state: DeviceState) -> float:
-        # A device tells its utilization once, for all; the shares of the entries there must add up to it.
-        entry = self.scheduler.book.entries.get(job.id)
-        there = sum(len(device.residents) for device in entry.devices) if entry is not None else 0
-        return state.utilization / there if there else state.utilization
-
     def _node_lost(self, node: str, epoch: int, reason: str, blame: bool) -> None:
-        logger.warning("node %s, epoch %d, is lost: %s", node, epoch, reason or NOBODY_SAW)
+        logger.warning("node %s, epoch %d, is lost: %s", node, epoch, reason)
         blame = blame and not self._stuck.ended(node, epoch)
         del self._epochs[node]
         self.store.set_meta("epochs", self._epochs)
@@ -148,18 +156,21 @@ class Reconciler:
         self.scheduler.node_lost(self._now, node, decide=False)
         if blame:
             there = [job for job in self.store.placed() if (job.node, job.epoch) == (node, epoch)]
-            lost = [job for job in there if self.backend.folder.end_of(job.id, job.attempts) is None]
+            lost = [job for job in there if not self.backend.folder.ended(job.id, job.attempts).exists()]
             reached = {job.id: self.live[job.id].steps if job.id in self.live else 0 for job in lost}
             for id in self._losses.lost(self._now, lost, reached):
                 self._alone(id, True, "may be the reason that devices are lost: it runs alone, until that is known")
 
     def _left_behind(self, job: JobRecord, why: str) -> None:
-        # Its process is gone. It may have ended before that, and nobody has heard of it.
+        if not self._ended_unheard(job):
+            self._gone(job, f"node {job.node!r}: {why}", "lost")
+
+    def _ended_unheard(self, job: JobRecord) -> bool:
+        # Its device does not tell of it. It may have ended, and nobody has heard of it.
         end = self.backend.folder.end_of(job.id, job.attempts)
-        if end is None:
-            self._gone(job, f"node {job.node!r}: {why or NOBODY_SAW}", "lost")
-        else:
+        if end is not None:
             self._ended(job, end["how"], end["reason"], end["steps"])
+        return end is not None
 
     def _clear(self, job: JobRecord) -> None:
         others = any(other.id != job.id and other.node == job.node for other in self.store.placed())
@@ -187,6 +198,7 @@ class Reconciler:
     def _gone(self, job: JobRecord, why: str, how: str, steps: int | None = None) -> None:
         # No device has anything left of a job that has not ended: it waits until it is started again.
         part = self.live.pop(job.id, None)
+        self._taken.pop(job.id, None)
         self._stuck.left(job.id)
         self.store.place(job.id, None)
         self.store.change(job.id, state="waiting", ran=job.ran + (part.seconds if part is not None else 0.0))
@@ -208,7 +220,9 @@ class Reconciler:
                 self._alone(id, False, f"runs beside others again: job {job.id!r} was the reason that devices were lost")
 
     def _end(self, job: JobRecord, how: State, reason: str, steps: int | None = None) -> None:
+        self.over = True
         part = self.live.pop(job.id, None)
+        self._taken.pop(job.id, None)
         self._losses.forget(job.id)
         self._stuck.left(job.id)
         self._trouble.pop(job.id, None)
@@ -232,10 +246,11 @@ class Reconciler:
         else:
             self.store.say(job.id, now, "is to be cancelled")
 
-    def settle(self, now: float, leave: bool = False) -> list[tuple[str, Request]]:
-        """Return the requests that bring devices nearer to the book, with their nodes. ``leave``: all jobs are to be suspended.
+    def settle(self, now: float, leave: bool = False) -> list[Ask]:
+        """Return what to ask of the backend, behind the commit, to bring devices nearer to the book.
 
-        Nothing is asked of a device that has not answered the requests before: what it told is older than they are.
+        Nothing is asked of a device that has not answered the requests before: what it told is older than they are. ``leave``:
+        all jobs are to be suspended.
         """
         self._now = now
         self._asks: list[tuple[str, Request]] = []
@@ -245,26 +260,29 @@ class Reconciler:
         for job in placed.values():
             self._try(job.id, self._settle, job, wanted.get(job.id))
         for job in self.store.jobs([id for id in wanted if id not in placed]):
-            self._try(job.id, self._start, job, wanted[job.id])
+            self._try(job.id, self._start, job, wanted[job.id], list(placed.values()))
         for node, state in self.devices.items():
             known = {(job.id, job.attempts) for job in placed.values() if (job.node, job.epoch) == (node, state.epoch)}
-            for part in state.parts if self.backend.answered(node) else ():
+            for part in state.parts if self._ready(node) else ():
                 if (part.id, part.run) not in known:
                     self._not_known(node, part)
-        return [*self._asks, *self._stuck.settle(now)]
+        self._trouble = {id: trouble for id, trouble in self._trouble.items() if id in placed or id in wanted}
+        return [*(partial(self.backend.request, node, request) for node, request in self._asks), *self._stuck.settle(now)]
 
     def _settle(self, job: JobRecord, entry: Entry | None) -> None:
         assert job.node is not None
         stays = job.state != "stopping" and entry is not None and entry.places == ((job.node, job.device),)
         if not stays and job.state != "stopping":
             self.store.change(job.id, state="stopping")
-        if not self._ready(job.node):
+        if self._epochs.get(job.node) != job.epoch or not self._ready(job.node):
             return
         part, ask = self.part(job), None
+        if part is None and self._ended_unheard(job):
+            return
         if stays:
             assert entry is not None
             if part is None:
-                ask = _start_of(job, job.attempts, entry)
+                ask = Request("start", job.id, job.attempts, entry.priority)
             elif part.phase != "ended" and part.priority != entry.priority:
                 self.store.say(job.id, self._now, f"goes on as {entry.priority}")
                 ask = Request("set", job.id, job.attempts, entry.priority)
@@ -280,21 +298,21 @@ class Reconciler:
         if ask is not None:
             self._asks.append((job.node, ask))
 
-    def _start(self, job: JobRecord, entry: Entry) -> None:
+    def _start(self, job: JobRecord, entry: Entry, placed: list[JobRecord]) -> None:
         ((node, device),) = entry.places
-        if not self._ready(node):
+        beside = [other for other in placed if other.node == node]  # one that leaves may be there still
+        apart = entry.alone or any(self._losses.suspect(other.id) for other in beside)
+        if not self._ready(node) or (beside and apart):
             return
-        run = job.attempts + 1
+        folder = self.backend.folder
+        run = 1 + max(job.attempts, folder.last_run(job.id))
         checkpoint = Path(job.checkpoint) if job.checkpoint is not None else None
-        try:
-            self.backend.folder.prepare(job.id, run, self.store.payload(job.id), checkpoint)
-        except OSError as error:
-            raise BackendError(f"is not started: {error}") from error
+        folder.prepare(job.id, run, self.store.payload(job.id), not job.attempts, checkpoint)
         self.store.place(job.id, (node, device, self._epochs[node]))
         self.store.change(job.id, state="starting", attempts=run)
         self.store.say(job.id, self._now, f"starts at {node}:{device} as {entry.priority}, attempt {run}")
         self._losses.began(job.id, self._now, start=True)
-        self._asks.append((node, _start_of(job, run, entry)))
+        self._asks.append((node, Request("start", job.id, run, entry.priority)))
 
     def _not_known(self, node: str, part: Part) -> None:
         # The row is about another run, or there is none.
@@ -306,13 +324,13 @@ class Reconciler:
 
     def _ready(self, node: str) -> bool:
         state = self.devices.get(node)
-        return state is not None and self._epochs.get(node) == state.epoch and self.backend.answered(node)
+        return state is not None and self._epochs.get(node) == state.epoch and self.backend.answered(state)
 
-    def _try(self, id: str, act: Callable[..., None], *arguments: Any, undo_turn: bool = False) -> None:
+    def _try(self, id: str, act: Callable[..., None], *arguments: Any) -> None:
         """Act for one job. An error is told, undone, and keeps the job alone waiting for a while; the others go on.
 
-        ``undo_turn``: the book may have changed, which only the turn as a whole undoes: the error is raised, and the next turn
-        leaves the job out.
+        A BackendError comes before anything has changed. Behind any other one the book may have, which only the turn as a whole
+        undoes.
         """
         until, before = self._trouble.get(id, (0.0, ""))
         if self._now < until:
@@ -324,14 +342,10 @@ class Reconciler:
         except NOT_NOW:
             raise
         except Exception as error:
-            why = str(error) if isinstance(error, BackendError) else f"{type(error).__name__}: {error}"
+            known = isinstance(error, BackendError)
+            why = str(error) if known else f"{type(error).__name__}: {error}"
             self._trouble[id] = self._now + AGAIN_SECONDS, why
-            if undo_turn:
-                raise
+            if not known:
+                raise JobFault(f"job {id!r}: {why}") from error
             if why != before:
-                logger.warning("job %r: %s", id, why, exc_info=error)
                 self.store.say(id, self._now, why)
-
-
-def _start_of(job: JobRecord, run: int, entry: Entry) -> Request:
-    return Request("start", job.id, run, entry.priority, resume=run > 1 or job.checkpoint is not None)

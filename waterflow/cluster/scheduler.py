@@ -87,14 +87,23 @@ class Scheduler:
         return self._after(now, self.policy.reported(entry, report), decide)
 
     def run_alone(self, now: float, id: str, alone: bool, decide: bool = True) -> list[Action]:
-        """Let a waiting submission share devices with no other from now on; with ``alone=False`` let any share again."""
+        """Let a submission share devices with no other from now on; with ``alone=False`` let any share again.
+
+        One that runs, which must be alone, waits again first, as after a loss.
+        """
         self._at(now)
         entry = self.book.entries.get(id)
-        if entry is None or entry.alone == alone or (alone and entry.state == "running"):
+        if entry is None or entry.alone == alone:
             return []
+        stops: list[Action] = []
+        self.book.actions = stops
+        if alone and entry.state == "running":
+            self.book.stop(entry)
+            entry.preemptions -= 1
+            self.policy.stopped(entry)
         entry.alone = alone
         self.book.changed.add(id)
-        return self._after(now, True, decide)
+        return stops + self._after(now, True, decide)
 
     def node_lost(self, now: float, node: str, decide: bool = True) -> list[Action]:
         """Remove a node. Its submissions wait again; their workers on other nodes are stopped."""

@@ -14,7 +14,7 @@ from typing import Any
 from waterflow.cluster.backend import Backend, DeviceState
 from waterflow.cluster.intake import check_file, checked
 from waterflow.cluster.policies.base import Policy
-from waterflow.cluster.reconciler import Reconciler
+from waterflow.cluster.reconciler import JobFault, Reconciler
 from waterflow.cluster.scheduler import Scheduler
 from waterflow.cluster.status import cluster_status, job_status
 from waterflow.cluster.store import NOT_NOW, JobRecord, Store
@@ -69,11 +69,14 @@ class Service:
         self.jobs = Reconciler(store, backend, self.scheduler)
         self._last = self._clock()
         self._now = max(self._last if clock is not None else self._begin(), self.scheduler.book.now)
-        with self._turn(backend.listen(0.0)):
-            pass
+        try:
+            self.turn(0.0)
+        except Exception as error:  # ``status`` says so, and the loop tries again
+            self._went_wrong(error)
 
     def _from_rows(self) -> Scheduler:
         # The policy that was given keeps no state: this may be called again, after an error.
+        self._notes: dict[str, Any] | None = None  # as written last
         notes, policy = self.store.meta("scheduler"), copy.deepcopy(self._policy)
         if notes is None:
             return Scheduler([], policy, self._tenants)
@@ -86,7 +89,10 @@ class Service:
             entry = book.entries.get(id)
             self.store.write_entry(id, entry.columns() if entry is not None else None)
         book.changed.clear()
-        self.store.set_meta("scheduler", self.scheduler.notes())
+        notes = self.scheduler.notes()
+        if notes != self._notes:  # a turn without news writes nothing
+            self.store.set_meta("scheduler", notes)
+            self._notes = notes
 
     def _same_tenants(self, tenants: Sequence[Tenant]) -> None:
         known = self.scheduler.book.tenants
@@ -232,13 +238,18 @@ class Service:
 
     def turn(self, timeout: float = LONGEST_POLL) -> None:
         """Wait for what devices tell, and take it up."""
-        tick = self.scheduler.next_tick
+        with self._lock:
+            tick = self.scheduler.next_tick
         if tick is not None:
             timeout = max(0.0, min(timeout, tick - self.now()))
         # Outside the lock: requests are answered while the loop waits for states.
         states = self.backend.listen(timeout)
-        with self._turn(states):
-            pass
+        while True:  # again at once, without the job whose error has undone the turn
+            try:
+                with self._turn(states):
+                    return
+            except JobFault as fault:
+                logger.warning("%s", fault, exc_info=fault.__cause__)
 
     @contextlib.contextmanager
     def _turn(self, states: Sequence[DeviceState] | None = None) -> Iterator[None]:
@@ -266,6 +277,9 @@ class Service:
                     self._write_book()
             except (SubmissionError, InvalidJobError, BusyError):  # nothing was changed
                 raise
+            except JobFault:
+                self._behind = True
+                raise
             except Exception as error:  # the book in memory may be ahead of its rows, which decide
                 self._went_wrong(error)
                 if isinstance(error, NOT_NOW):
@@ -276,9 +290,11 @@ class Service:
                 raise
             if states is not None:
                 self._behind, self._error = False, None
-            for node, request in asks:
-                self.backend.request(node, request)
-            self._changed.notify_all()
+            for ask in asks:
+                ask()
+            if self.jobs.over:
+                self.jobs.over = False
+                self._changed.notify_all()
 
     def _went_wrong(self, error: Exception) -> None:
         # All that is written is kept: the next turn starts again from the store.

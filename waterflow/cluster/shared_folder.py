@@ -37,7 +37,7 @@ class SharedFolder:
 
     def make(self) -> None:
         """Create the folder and its parts, for this user alone, as files in it are unpickled. Raises BackendError."""
-        parts = ("claims", "epochs", "fenced", "jobs", "logs", "nodes")
+        parts = ("claims", "epochs", "fenced", "jobs", "logs", "nodes", "sessions")
         try:
             make_folder(self.path, parts)
         except ClusterError as error:
@@ -65,6 +65,10 @@ class SharedFolder:
         epoch = _claim(self.path / "claims")
         (self.path / "epochs" / str(epoch)).mkdir()
         return epoch
+
+    def new_session(self) -> int:
+        """Return the number of a backend, higher than those before it."""
+        return _claim(self.path / "sessions")
 
     def own(self, epoch: int) -> Path:
         """Return the folder in which the process of ``epoch`` writes files before it publishes them."""
@@ -111,18 +115,30 @@ class SharedFolder:
         """Return the payload file of a run."""
         return self.job(id) / f"{run}.payload"
 
-    def prepare(self, id: str, run: int, payload: bytes, checkpoint: Path | None = None) -> None:
-        """Write what a run needs, and remove the payloads of earlier runs. Repeating it changes nothing.
+    def last_run(self, id: str) -> int:
+        """Return the highest number of a run that has a file here; 0 without one. An older table may have a lower one."""
+        numbers = (path.name.split(".")[0] for kind in ("payload", "ended") for path in self.job(id).glob(f"*.{kind}"))
+        return max((int(number) for number in numbers if number.isdigit()), default=0)
 
-        Before the first run, files that are left of another job with this id are removed; its first job resumes from
-        ``checkpoint``, a file of ``Checkpoint.save``.
+    def prepare(self, id: str, run: int, payload: bytes, anew: bool = False, checkpoint: Path | None = None) -> None:
+        """Write what a run needs, and remove the payloads of earlier runs.
+
+        With ``anew``, the checkpoints and results that are left of another job with this id are removed before; the first job
+        resumes from ``checkpoint``, a file of ``Checkpoint.save``.
+
+        Raises BackendError if there is no room, or ``checkpoint`` cannot be read.
         """
-        if run == 1:
+        try:
+            self._prepare(id, run, payload, anew, checkpoint)
+        except OSError as error:
+            raise BackendError(f"is not started: {error}") from error
+
+    def _prepare(self, id: str, run: int, payload: bytes, anew: bool, checkpoint: Path | None) -> None:
+        if anew:
             for left in [*self._parts(id), *self.job(id).glob("*.ended")]:
                 shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
             if checkpoint is not None:
                 _write(self.state(id, 0, 0, 0, 0), lambda unfinished: shutil.copyfile(checkpoint, unfinished))
-        self.ended(id, run).unlink(missing_ok=True)  # of a time that an older copy of the table has forgotten
         _write(self.payload(id, run), lambda unfinished: unfinished.write_bytes(payload))
         for old in self.job(id).glob("*.payload"):
             if old != self.payload(id, run):
@@ -141,11 +157,16 @@ class SharedFolder:
         return self.job(id) / f"{run}.ended"
 
     def end_of(self, id: str, run: int) -> dict[str, Any] | None:
-        """Return how a run ended, as its device has noted it: ``how``, ``reason`` and ``steps``; None if it has not."""
+        """Return how a run ended, as its device has noted it: ``how``, ``reason`` and ``steps``; None if it has not.
+
+        Raises BackendError if the note cannot be read.
+        """
         try:
             return dict(json.loads(self.ended(id, run).read_text()))
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError):  # a power cut may leave an empty file
             return None
+        except OSError as error:
+            raise BackendError(f"the note of its end cannot be read: {error}") from error
 
     def lost_before(self, id: str, run: int) -> int:
         """Return how many runs in a row before ``run`` have not ended: their nodes were lost."""

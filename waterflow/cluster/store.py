@@ -56,9 +56,7 @@ State = Literal["waiting", "starting", "running", "stopping", "completed", "fail
 PLACED: tuple[State, ...] = ("starting", "running", "stopping")
 ENDED: tuple[State, ...] = ("completed", "failed", "cancelled")
 
-_CHANGE = frozenset(
-    ["state", "started", "ended", "attempts", "losses", "checkpoint", "steps", "reason", "results", "ran", "unsaved_since"]
-)
+_CHANGE = frozenset(["state", "started", "ended", "attempts", "losses", "steps", "reason", "results", "ran", "unsaved_since"])
 _AS_JSON = ("key", "places", "reserved")  # of what the book has of a job; ``places`` is NULL for one that is not in the book
 # One parameter for any number of values: SQLite limits the number of parameters.
 _AMONG = "{} IN (SELECT value FROM json_each(?))"
@@ -363,8 +361,10 @@ class Store:
         return self._all("SELECT number, at, line FROM log WHERE id = ? AND number > ? ORDER BY number", (id, after))
 
     def _run(self, sql: str, values: Sequence[Any] = ()) -> None:
+        # Texts of users may have characters that are no text (of file names): they are written as "?".
+        plain = [value.encode(errors="replace").decode() if isinstance(value, str) else value for value in values]
         with self._lock:
-            self._db.execute(sql, values)
+            self._db.execute(sql, plain)
 
     def _all(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
         with self._lock:

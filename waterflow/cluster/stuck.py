@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from waterflow.cluster.backend import Backend, Request
 from waterflow.cluster.store import Store
 
 CANCEL_SECONDS = 30.0  # for a cancelled job to leave its device; then the device's process is ended
 SAVE_SECONDS = 3.0  # before that, for the jobs beside it to write checkpoints
+MOST_ENDED = 20  # processes that are remembered as ended here
+
+Ask = Callable[[], None]  # of the backend, behind the commit
 
 
 class Stuck:
@@ -16,8 +22,9 @@ class Stuck:
         self._store = store
         self._backend = backend
         self._until: dict[str, float] = {}
+        ended = store.meta("processes_ended") or []
         self._beside_saved: set[str] = set()  # the ids for which the jobs beside them were asked for checkpoints
-        self._processes: set[tuple[str, int]] = set()  # nodes and epochs of the processes that were ended
+        self._processes = [(node, epoch) for node, epoch in ended]  # nodes and epochs of the processes that were ended
 
     def asked(self, id: str, now: float) -> None:
         """Record that a job was asked to end. Repeating it gives the job no more time."""
@@ -32,12 +39,12 @@ class Stuck:
         """Return whether this process was ended here; then none of its jobs is to blame for the loss."""
         return (node, epoch) in self._processes
 
-    def settle(self, now: float) -> list[tuple[str, Request]]:
-        """Return the requests to make now, with the devices' nodes; end the processes that are not waited for any longer."""
+    def settle(self, now: float) -> list[Ask]:
+        """Return what is to be asked of the backend now."""
         late = [id for id, until in self._until.items() if until <= now]
         return [ask for id in late for ask in self._break_off(id, now)]
 
-    def _break_off(self, id: str, now: float) -> list[tuple[str, Request]]:
+    def _break_off(self, id: str, now: float) -> list[Ask]:
         job = self._store.job(id)
         if job is None or job.node is None or job.epoch is None:
             self.left(id)
@@ -48,12 +55,14 @@ class Stuck:
         if beside and id not in self._beside_saved:
             self._beside_saved.add(id)
             self._until[id] = now + SAVE_SECONDS
-            return [(job.node, Request("checkpoint", other.id, other.attempts)) for other in beside]
+            saves = [Request("checkpoint", other.id, other.attempts) for other in beside]
+            return [partial(self._backend.request, job.node, *saves)]
         self._beside_saved.discard(id)
         self._until[id] = now + CANCEL_SECONDS
-        self._processes.add((job.node, job.epoch))
+        self._processes = [*self._processes[-MOST_ENDED:], (job.node, job.epoch)]
+        self._store.set_meta("processes_ended", self._processes)
         self._store.say(id, now, f"did not leave within {CANCEL_SECONDS:g} s: its device's process is ended")
         for other in beside:
             self._store.say(other.id, now, f"{id} beside it did not leave: its device's process is ended")
-        self._backend.end_process(job.node, job.epoch, f"{id!r} was cancelled, and did not come to its end")
-        return []
+        why = f"{id!r} was cancelled, and did not come to its end"
+        return [partial(self._backend.end_process, job.node, job.epoch, why)]

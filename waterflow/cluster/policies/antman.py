@@ -274,7 +274,7 @@ class AntMan(Policy):
 
     def _find_next(self) -> float | None:
         impatient = self._impatient
-        while impatient and impatient[0][1].state != "waiting":
+        while impatient and (impatient[0][1].state != "waiting" or impatient[0][1].waiting_since != impatient[0][0]):
             impatient.popleft()
         times = [impatient[0][0] + self.patience] if impatient else []
         if self._extra:

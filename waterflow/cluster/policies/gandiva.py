@@ -96,6 +96,7 @@ class Gandiva(Policy):
         self._changed = self.book.now
         self._pending.pop(entry.id, None)
         self._failed.pop(entry.id, None)
+        self._heard.discard(entry.id)
         self._forget(entry)
 
     def stopped(self, entry: Entry) -> None:

@@ -46,6 +46,8 @@ class Waiting:
         for order in sorted(self._entries):
             if self._entries[order].state == "waiting":
                 yield self._entries[order]
+            else:
+                del self._entries[order]
 
     def __bool__(self) -> bool:
         return any(self._head(size) is not None for size in self._by_size)
