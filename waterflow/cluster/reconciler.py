@@ -260,7 +260,7 @@ class Reconciler:
         for job in placed.values():
             self._try(job.id, self._settle, job, wanted.get(job.id))
         for job in self.store.jobs([id for id in wanted if id not in placed]):
-            self._try(job.id, self._start, job, wanted[job.id], list(placed.values()))
+            self._try(job.id, self._start, job, wanted[job.id], list(placed.values()), changes_book=False)
         for node, state in self.devices.items():
             known = {(job.id, job.attempts) for job in placed.values() if (job.node, job.epoch) == (node, state.epoch)}
             for part in state.parts if self._ready(node) else ():
@@ -326,11 +326,10 @@ class Reconciler:
         state = self.devices.get(node)
         return state is not None and self._epochs.get(node) == state.epoch and self.backend.answered(state)
 
-    def _try(self, id: str, act: Callable[..., None], *arguments: Any) -> None:
+    def _try(self, id: str, act: Callable[..., None], *arguments: Any, changes_book: bool = True) -> None:
         """Act for one job. An error is told, undone, and keeps the job alone waiting for a while; the others go on.
 
-        A BackendError comes before anything has changed. Behind any other one the book may have, which only the turn as a whole
-        undoes.
+        What ``changes_book`` only the turn as a whole undoes. A BackendError comes before anything has changed.
         """
         until, before = self._trouble.get(id, (0.0, ""))
         if self._now < until:
@@ -345,7 +344,8 @@ class Reconciler:
             known = isinstance(error, BackendError)
             why = str(error) if known else f"{type(error).__name__}: {error}"
             self._trouble[id] = self._now + AGAIN_SECONDS, why
-            if not known:
+            if changes_book and not known:
                 raise JobFault(f"job {id!r}: {why}") from error
             if why != before:
+                logger.warning("job %r: %s", id, why, exc_info=None if known else error)
                 self.store.say(id, self._now, why)

@@ -277,8 +277,10 @@ class Service:
                     self._write_book()
             except (SubmissionError, InvalidJobError, BusyError):  # nothing was changed
                 raise
-            except JobFault:
+            except JobFault as fault:
                 self._behind = True
+                if states is None:  # a user's turn, about another job
+                    raise BusyError(f"the cluster tries again what went wrong: {fault}") from fault
                 raise
             except Exception as error:  # the book in memory may be ahead of its rows, which decide
                 self._went_wrong(error)
