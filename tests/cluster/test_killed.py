@@ -241,7 +241,7 @@ MUTANTS: dict[str, tuple[type, str, str, str]] = {
         "self._write_book(), [ask() for ask in asks], asks.clear()\n",
     ),
     "a double start": (Reconciler, "settle", "for id in wanted if id not in placed", "for id in wanted"),
-    "a lost node that is not told": (Reconciler, "see", "self._node_lost(name, epoch, why.get(name, NOBODY_SAW), blame)", "pass"),
+    "a lost node that is not told": (Reconciler, "see", "self._node_lost(name, epoch, blame)", "pass"),
     "a request that is not repeated": (Nodes, "listen", "if requests.pending and", "if False and"),
 }  # fmt: skip
 

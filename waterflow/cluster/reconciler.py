@@ -78,7 +78,7 @@ class Reconciler:
         why = {name: node.lost or NOBODY_SAW for name, node in nodes.items()}
         for name, epoch in list(self._epochs.items()):
             if alive.get(name) != epoch:
-                self._node_lost(name, epoch, why.get(name, NOBODY_SAW), blame)
+                self._node_lost(name, epoch, blame)
         for job in self.store.placed():
             if self._epochs.get(job.node or "") != job.epoch:
                 self._try(job.id, self._left_behind, job, why.get(job.node or "", NOBODY_SAW))
@@ -147,8 +147,7 @@ class Reconciler:
             self.store.say(job.id, self._now, f"is ended: {reason}")
             self.scheduler.ended(self._now, job.id, decide=False)
 
-    def _node_lost(self, node: str, epoch: int, reason: str, blame: bool) -> None:
-        logger.warning("node %s, epoch %d, is lost: %s", node, epoch, reason)
+    def _node_lost(self, node: str, epoch: int, blame: bool) -> None:
         blame = blame and not self._stuck.ended(node, epoch)
         del self._epochs[node]
         self.store.set_meta("epochs", self._epochs)

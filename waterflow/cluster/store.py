@@ -14,9 +14,8 @@ import re
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from waterflow.cluster.book import COLUMNS
 from waterflow.cluster.state import private
@@ -64,8 +63,7 @@ _AMONG = "{} IN (SELECT value FROM json_each(?))"
 _CLASS_NUMBER = re.compile(rb"\x8c\x20[0-9a-f]{32}")
 
 
-@dataclass(frozen=True)
-class JobRecord:
+class JobRecord(NamedTuple):
     """One job in the store. Times are seconds since 1970.
 
     ``node``, ``device`` and ``epoch``, that of the node, say where its run is; None: nowhere. ``attempts`` counts its starts,
@@ -101,7 +99,7 @@ class JobRecord:
         return self.state in ENDED
 
 
-_COLUMNS = [field.name for field in fields(JobRecord)]
+_COLUMNS = ", ".join(JobRecord._fields)
 
 
 def too_large(size: int, most: int) -> str:
@@ -247,9 +245,9 @@ class Store:
             where, values = f"{where} AND {_AMONG.format('id')}", [json.dumps(list(ids))]
         if states is not None:
             where, values = f"{where} AND {_AMONG.format('state')}", [*values, json.dumps(list(states))]
-        rows = self._all(f"SELECT {', '.join(_COLUMNS)} FROM jobs WHERE {where} ORDER BY number", values)
-        records = [dict(zip(_COLUMNS, row)) for row in rows]
-        return [JobRecord(**columns | {"submission": json.loads(columns["submission"])}) for columns in records]
+        rows = self._all(f"SELECT {_COLUMNS} FROM jobs WHERE {where} ORDER BY number", values)
+        records = map(JobRecord._make, rows)
+        return [record._replace(submission=json.loads(record.submission)) for record in records]  # type: ignore[arg-type]
 
     def placed(self) -> list[JobRecord]:
         """Return the jobs that are on a device."""
