@@ -217,6 +217,7 @@ def test_what_is_wrong_is_said_in_a_line(up: LiveCluster, folder: Path, argument
     ("arguments", "said"),
     [
         (["--policy", "best"], "no policy is called 'best'; there are "),
+        (["--policy", "elastic_tiresias"], "changes the number of a job's devices, and a job of a live cluster runs on one"),
         (["--tenant", "us"], "--tenant must be NAME=QUOTA, such as vision=2; got 'us'"),
         (["--devices", "2", "--nodes", "a,b"], "give one of --devices, --nodes and --ray"),
         (["--nodes", "a,a"], "each with a name of its own"),

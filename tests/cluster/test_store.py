@@ -121,11 +121,12 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     damaged.write_bytes(b"no database " * 1000)
     with pytest.raises(ClusterError, match=r"damaged.db cannot be used as the state of a cluster: file is not a database"):
         Store(damaged)
-    store = Store(tmp_path / "later.db")
-    store.set_meta("format", 99)
-    store.close()
-    with pytest.raises(ClusterError, match="has format 99, and this version reads format 2. Use the version"):
-        Store(tmp_path / "later.db")
+    for other in (1, 99):  # of an earlier version, which had a journal, and of a later one
+        store = Store(tmp_path / f"{other}.db")
+        store.set_meta("format", other)
+        store.close()
+        with pytest.raises(ClusterError, match=f"has format {other}, and this version reads format 2. Use the version"):
+            Store(tmp_path / f"{other}.db")
 
 
 def test_only_its_owner_reads_it(store: Store) -> None:
