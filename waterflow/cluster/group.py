@@ -135,19 +135,16 @@ class RunningGroup:
         """
         how: How = "suspended" if suspend else "cancelled"
         with self._lock:
-            if self._halted in (how, "cancelled"):
+            if self.part.stopping in (how, "cancelled"):
                 return
-            before, self._halted = self._halted, how
+            self._halted = how
             runners = list(self._runners.items())
-        try:
-            for number, runner in runners:
-                stop = self._suspend_one if suspend else self._cancel_one
-                threading.Thread(target=stop, args=(number, runner), daemon=True).start()
-            if self.part.phase == "beginning" and not suspend:
-                threading.Thread(target=self._break_off_beginning, daemon=True).start()
-        except RuntimeError:  # no more threads: it is asked again, as it does not tell that it stops
-            self._halted = before
-            raise
+        # If there are no more threads, it does not tell that it stops, and is asked again.
+        for number, runner in runners:
+            stop = self._suspend_one if suspend else self._cancel_one
+            threading.Thread(target=stop, args=(number, runner), daemon=True).start()
+        if self.part.phase == "beginning" and not suspend:
+            threading.Thread(target=self._break_off_beginning, daemon=True).start()
         self._change(stopping=how)
 
     def save(self) -> None:

@@ -133,16 +133,15 @@ class LocalBackend(OwnNodes):
 
     def _look_after(self) -> None:
         for child in self._children.values():
-            if child.connection is not None:
-                with self._guard:
+            with self._guard:
+                if child.connection is not None:
                     gone = self._hear(child)
                     allowed = self._silent if child.joined else START_SECONDS
                     if child.silence.passed() > allowed and gone is None:
                         gone = f"its process was silent for {allowed:g} s"
                     if gone is not None:
                         self._end(child, gone)
-            elif time.monotonic() >= child.again and not self._closed:
-                with self._guard:
+                elif time.monotonic() >= child.again and not self._closed:
                     self._begin_again(child)
 
     def _wait(self, timeout: float) -> None:

@@ -25,6 +25,7 @@ from waterflow.units import format_seconds
 logger = logging.getLogger("waterflow")
 
 AGAIN_SECONDS = 10.0  # before what went wrong with one job is tried again
+LEAVE_SECONDS = 60.0  # for which one that must run alone waits for another that leaves, and may hang
 NOBODY_SAW = "its process ended while no scheduler ran"
 
 
@@ -47,6 +48,8 @@ class Reconciler:
         self.over = False
         self.devices: dict[str, DeviceState] = {}  # the newest state of each process that the table knows
         self.live: dict[str, Part] = {}  # what was seen last of each job that is on a device
+        self._kept: dict[str, Part] = {}  # the same, as of the last commit
+        self._leaving: dict[str, float] = {}  # jobs that are to leave, and since when
         self._trouble: dict[str, tuple[float, str]] = {}  # of jobs: until when it is left alone, and why
         self._first = True  # nothing was seen yet
         self._losses = Losses(store)
@@ -57,9 +60,15 @@ class Reconciler:
     def begin_again(self, scheduler: Scheduler) -> None:
         """Take up the table as it is, with a scheduler of its rows."""
         self.scheduler = scheduler
+        self.live = dict(self._kept)
         self._taken: dict[str, Part] = {}  # parts that the table is up to
         self._epochs: dict[str, int] = self.store.meta("epochs") or {}  # of the nodes that the scheduler knows
         self._losses.read()
+        self._stuck.read()
+
+    def committed(self) -> None:
+        """Note that the turn's transaction is written."""
+        self._first, self._kept = False, dict(self.live)
 
     def trouble(self) -> str | None:
         """Return what went wrong with a job, and is tried again; None if nothing did."""
@@ -90,7 +99,6 @@ class Reconciler:
         for state, known in zip(states, heard):
             if not known:
                 self._hear(state)
-        self._first = False
 
     def part(self, job: JobRecord) -> Part | None:
         """Return what its device has of the run that a job's row is about; None if it has not told of it."""
@@ -155,7 +163,7 @@ class Reconciler:
         self.scheduler.node_lost(self._now, node, decide=False)
         if blame:
             there = [job for job in self.store.placed() if (job.node, job.epoch) == (node, epoch)]
-            lost = [job for job in there if not self.backend.folder.ended(job.id, job.attempts).exists()]
+            lost = [job for job in there if not self.backend.folder.has_ended(job.id, job.attempts)]
             reached = {job.id: self.live[job.id].steps if job.id in self.live else 0 for job in lost}
             for id in self._losses.lost(self._now, lost, reached):
                 self._alone(id, True, "may be the reason that devices are lost: it runs alone, until that is known")
@@ -197,9 +205,7 @@ class Reconciler:
     def _gone(self, job: JobRecord, why: str, how: str, steps: int | None = None) -> None:
         # No device has anything left of a job that has not ended: it waits until it is started again.
         part = self.live.pop(job.id, None)
-        self._taken.pop(job.id, None)
-        self._stuck.left(job.id)
-        self.store.place(job.id, None)
+        self._left(job.id)
         self.store.change(job.id, state="waiting", ran=job.ran + (part.seconds if part is not None else 0.0))
         if steps is not None:
             self.store.change(job.id, steps=steps)
@@ -221,18 +227,22 @@ class Reconciler:
     def _end(self, job: JobRecord, how: State, reason: str, steps: int | None = None) -> None:
         self.over = True
         part = self.live.pop(job.id, None)
-        self._taken.pop(job.id, None)
+        self._left(job.id)
         self._losses.forget(job.id)
-        self._stuck.left(job.id)
         self._trouble.pop(job.id, None)
         if how == "cancelled" and job.reason:  # this cluster ended it, for that reason
             how, reason = "failed", job.reason
         if part is not None:
             self.store.change(job.id, ran=job.ran + part.seconds)
-        self.store.place(job.id, None)
         self.store.change(job.id, state=how, ended=self._now, reason=reason, steps=job.steps if steps is None else steps)
         self.store.forget_payload(job.id)
         self.store.say(job.id, self._now, f"{how}{f': {reason}' if reason else ''}")
+
+    def _left(self, id: str) -> None:
+        self._taken.pop(id, None)
+        self._leaving.pop(id, None)
+        self._stuck.left(id)
+        self.store.place(id, None)
 
     # -- what is to be
 
@@ -271,7 +281,11 @@ class Reconciler:
     def _settle(self, job: JobRecord, entry: Entry | None) -> None:
         assert job.node is not None
         stays = job.state != "stopping" and entry is not None and entry.places == ((job.node, job.device),)
-        if not stays and job.state != "stopping":
+        known = job.id in self.scheduler.book.entries
+        if known:  # also after a cancellation that was undone
+            self._stuck.left(job.id)
+        if not stays:
+            self._leaving.setdefault(job.id, self._now)
             self.store.change(job.id, state="stopping")
         if self._epochs.get(job.node) != job.epoch or not self._ready(job.node):
             return
@@ -289,19 +303,22 @@ class Reconciler:
             self._gone(job, "its start came to nothing", "stopped")
         elif part.phase != "ended":
             # A job that left the book was cancelled or has failed; any other one stops in order to run elsewhere.
-            suspend = job.id in self.scheduler.book.entries
-            if not suspend:
+            if not known:
                 self._stuck.asked(job.id, self._now)
-            if part.stopping not in ("cancelled", "suspended" if suspend else "cancelled"):
-                ask = Request("stop", job.id, job.attempts, suspend=suspend)
+            if part.stopping not in ("cancelled", "suspended" if known else "cancelled"):
+                ask = Request("stop", job.id, job.attempts, suspend=known)
         if ask is not None:
             self._asks.append((job.node, ask))
 
     def _start(self, job: JobRecord, entry: Entry, placed: list[JobRecord]) -> None:
         ((node, device),) = entry.places
-        beside = [other for other in placed if other.node == node]  # one that leaves may be there still
-        apart = entry.alone or any(self._losses.suspect(other.id) for other in beside)
-        if not self._ready(node) or (beside and apart):
+        # One that leaves may be there still, or for ever.
+        since = {other.id: self._leaving.get(other.id, self._now) for other in placed if other.node == node}
+        beside = [id for id, at in since.items() if self._now - at < LEAVE_SECONDS]
+        apart = beside and (entry.alone or any(map(self._losses.suspect, beside)))
+        parts = [part for state in self.devices.values() for part in state.parts]
+        # An older table may not know of a run that is still there.
+        if not self._ready(node) or apart or any(part.id == job.id and part.phase != "ended" for part in parts):
             return
         folder = self.backend.folder
         run = 1 + max(job.attempts, folder.last_run(job.id))

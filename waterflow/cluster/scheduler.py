@@ -101,6 +101,8 @@ class Scheduler:
             self.book.stop(entry)
             entry.preemptions -= 1
             self.policy.stopped(entry)
+        elif alone:
+            self.policy.set_apart(entry)
         entry.alone = alone
         self.book.changed.add(id)
         return stops + self._after(now, True, decide)

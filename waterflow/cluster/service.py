@@ -26,6 +26,7 @@ logger = logging.getLogger("waterflow")
 LONGEST_POLL = 0.25  # seconds; the backend watches its nodes only inside ``listen``
 SUSPEND_SECONDS = 30.0  # for jobs to write their checkpoints in ``down``
 AGAIN_SECONDS = 0.5  # before a failed turn is tried again
+MOST_FAULTS = 20  # errors of one job each, behind which devices are listened to again
 
 
 class ClosedError(ClusterError):
@@ -244,7 +245,7 @@ class Service:
             timeout = max(0.0, min(timeout, tick - self.now()))
         # Outside the lock: requests are answered while the loop waits for states.
         states = self.backend.listen(timeout)
-        while True:  # again at once, without the job whose error has undone the turn
+        for _ in range(MOST_FAULTS):  # again at once, without the job whose error has undone the turn
             try:
                 with self._turn(states):
                     return
@@ -292,6 +293,7 @@ class Service:
                 raise
             if states is not None:
                 self._behind, self._error = False, None
+            self.jobs.committed()
             for ask in asks:
                 ask()
             if self.jobs.over:

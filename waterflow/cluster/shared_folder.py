@@ -117,7 +117,10 @@ class SharedFolder:
 
     def last_run(self, id: str) -> int:
         """Return the highest number of a run that has a file here; 0 without one. An older table may have a lower one."""
-        numbers = (path.name.split(".")[0] for kind in ("payload", "ended") for path in self.job(id).glob(f"*.{kind}"))
+        try:
+            numbers = [path.name.split(".")[0] for kind in ("payload", "ended") for path in self.job(id).glob(f"*.{kind}")]
+        except OSError as error:
+            raise BackendError(f"is not started: {error}") from error
         return max((int(number) for number in numbers if number.isdigit()), default=0)
 
     def prepare(self, id: str, run: int, payload: bytes, anew: bool = False, checkpoint: Path | None = None) -> None:
@@ -167,6 +170,12 @@ class SharedFolder:
             return None
         except OSError as error:
             raise BackendError(f"the note of its end cannot be read: {error}") from error
+
+    def has_ended(self, id: str, run: int) -> bool:
+        """Return whether there is a note of a run's end that can be read."""
+        with contextlib.suppress(BackendError):
+            return self.end_of(id, run) is not None
+        return False
 
     def lost_before(self, id: str, run: int) -> int:
         """Return how many runs in a row before ``run`` have not ended: their nodes were lost."""

@@ -22,9 +22,13 @@ class Stuck:
         self._store = store
         self._backend = backend
         self._until: dict[str, float] = {}
-        ended = store.meta("processes_ended") or []
+        self.read()
+
+    def read(self) -> None:
+        """Take up what the store has, after a transaction that was undone."""
         self._beside_saved: set[str] = set()  # the ids for which the jobs beside them were asked for checkpoints
-        self._processes = [(node, epoch) for node, epoch in ended]  # nodes and epochs of the processes that were ended
+        # Nodes and epochs of the processes that were ended.
+        self._processes = [(node, epoch) for node, epoch in self._store.meta("processes_ended") or ()]
 
     def asked(self, id: str, now: float) -> None:
         """Record that a job was asked to end. Repeating it gives the job no more time."""

@@ -133,11 +133,12 @@ class Worker:
             self._utilization = min(1.0, (total - busy) / (now - since) / self._engine.lanes)
             busy, since = total, now
             with self._lock:
-                groups = [group for group in self._groups.values() if group.part.phase == "training"]
+                groups = [group for group in self._groups.values() if group.part.phase != "ended"]
             for group in groups:
                 try:
                     group.measure()
-                    group.save_if_due(self._settings.checkpoint_seconds)
+                    if group.part.phase == "training":
+                        group.save_if_due(self._settings.checkpoint_seconds)
                 except Exception:  # this thread measures and saves for the other groups, too
                     logger.exception("%r is not measured", group.part.id)
 

@@ -60,6 +60,9 @@ class Policy(ABC):
         """A running entry lost a device, and waits again."""
         self.submitted(entry)
 
+    def set_apart(self, entry: Entry) -> None:  # noqa: B027
+        """A waiting entry must share devices with no other from now on."""
+
     @abstractmethod
     def ended(self, entry: Entry) -> None:
         """An entry has left the book. It ran, or waited if ``entry.devices`` is empty."""

@@ -104,6 +104,10 @@ class Gandiva(Policy):
         self._forget(entry)
         self._pend(entry)
 
+    def set_apart(self, entry: Entry) -> None:
+        """Take an entry out of its group, to wait for a server by itself."""
+        self.stopped(entry)
+
     def nodes_changed(self) -> None:
         """Let the groups of lost servers wait for others, and add new servers."""
         nodes = self.book.devices.nodes.values()
