@@ -190,7 +190,7 @@ class Drama:
 
     def come_to_an_end(self) -> None:
         backend, cluster = self.backend, self.cluster
-        for node in set(backend.known) - set(backend.devices):
+        for node in sorted(set(backend.known) - set(backend.devices)):
             backend.return_(node)
         for turn in range(120):
             backend.lossy &= turn < 60

@@ -86,7 +86,7 @@ class Service:
 
     def _write_book(self) -> None:
         book = self.scheduler.book
-        for id in book.changed:
+        for id in sorted(book.changed):  # equal turns write equal rows, one after the other
             entry = book.entries.get(id)
             self.store.write_entry(id, entry.columns() if entry is not None else None)
         book.changed.clear()
