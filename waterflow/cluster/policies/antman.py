@@ -202,7 +202,7 @@ class AntMan(Policy):
     def _lose_patience(self, now: float) -> None:
         while self._impatient and self._impatient[0][0] + self.patience <= now:
             since, entry = self._impatient.popleft()
-            if entry.state == "waiting" and entry.waiting_since == since:
+            if _still_patient(since, entry):
                 entry.key = True
                 self._extra.add(entry)
 
@@ -274,7 +274,7 @@ class AntMan(Policy):
 
     def _find_next(self) -> float | None:
         impatient = self._impatient
-        while impatient and (impatient[0][1].state != "waiting" or impatient[0][1].waiting_since != impatient[0][0]):
+        while impatient and not _still_patient(*impatient[0]):
             impatient.popleft()
         times = [impatient[0][0] + self.patience] if impatient else []
         if self._extra:
@@ -290,3 +290,8 @@ def _closed(device: Device) -> bool:
 
 def _load(device: Device) -> tuple[float, int]:
     return device.utilization, len(device.opportunistic)
+
+
+def _still_patient(since: float, entry: Entry) -> bool:
+    # Its item may be of an earlier wait, or it may have turned opportunistic for want of devices that it could ever have.
+    return entry.state == "waiting" and entry.waiting_since == since and not entry.key
