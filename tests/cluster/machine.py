@@ -150,6 +150,7 @@ class ClusterMachine(RuleBasedStateMachine):
     def restart(self) -> None:
         """What was written down gives the same scheduler again; the one before lives on as its twin."""
         self.rows.write(self.scheduler)
+        self.rows.check(self.scheduler)
         self.twin, self.scheduler = self.scheduler, self.rows.read(self.new_policy())
         assert self.scheduler.notes() == self.twin.notes()
 

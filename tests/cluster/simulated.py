@@ -30,7 +30,7 @@ class Rows:
         self.notes = ""
 
     def write(self, scheduler: Scheduler) -> None:
-        """Write what has changed; compare all that there is with the book."""
+        """Write what has changed."""
         book = scheduler.book
         for id in book.changed:
             self.rows.pop(id, None)
@@ -39,6 +39,10 @@ class Rows:
                 self.rows[id] = entry.submission, entry.order, json.dumps(entry.columns())
         book.changed.clear()
         self.notes = json.dumps(scheduler.notes())
+
+    def check(self, scheduler: Scheduler) -> None:
+        """Compare all that there is with the book."""
+        book = scheduler.book
         there = {id: (entry.submission, entry.order, json.dumps(entry.columns())) for id, entry in book.entries.items()}
         assert self.rows == there, "a change of an entry was not noted"
 
