@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from waterflow.units import Priority as Priority
 
-Outcome = Literal["completed", "failed", "cancelled"]
 Place: TypeAlias = tuple[str, int]  # a node's name and the index of one of its devices
 
 
