@@ -337,6 +337,8 @@ class Step:
         if self.engine is not None:
             self.job = self.engine.add_job(self.name)
             self.engine.accounts.append(self.account)
+            if here.policy is not None:
+                self.engine.set_policy(self.job, here.policy)
             # A user's own loop may drop a step without close(): its memory must come back to the engine.
             self._finalizer = weakref.finalize(self, self.engine.remove_job, self.job)
             lengths, whose = self.engine.lengths, (self.account.who, self.name)

@@ -32,14 +32,15 @@ class FakeDevice:
             part = self.parts.get(which)
             if request.kind == "start":
                 self.backend.started(self, request)
-                self.parts.setdefault(which, Part(*which, "beginning", request.priority))
+                self.parts.setdefault(which, Part(*which, "beginning", request.priority, held=request.held))
             elif part is None:
                 continue
             elif request.kind == "stop":
                 self.parts[which] = replace(part, stopping="suspended" if request.suspend else "cancelled")
             elif request.kind == "set":
-                self.backend.told_priorities.append((request.id, request.priority))
-                self.parts[which] = replace(part, priority=request.priority)
+                if part.priority != request.priority:
+                    self.backend.told_priorities.append((request.id, request.priority))
+                self.parts[which] = replace(part, priority=request.priority, held=request.held)
             elif request.kind == "checkpoint":
                 self.backend.asked_to_save.append(request.id)
             elif part.phase == "ended":
@@ -71,7 +72,7 @@ class FakeBackend(Nodes):
     ) -> None:
         self._find(id)[0].utilization = utilization
         self._change(
-            id, phase="training", steps=steps, fraction=fraction, step_seconds=0.01, memory=1000, seconds=seconds
+            id, phase="training", steps=steps, fraction=fraction, pace=100.0, memory=1000, seconds=seconds
         )  # fmt: skip
 
     def save(self, id: str, steps: int) -> None:

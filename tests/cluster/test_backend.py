@@ -92,9 +92,9 @@ def test_results_are_those_of_train(there: Watched, id: str) -> None:
 def test_progress(there: Watched, id: str) -> None:
     first, _ = there.alive()
     there.start(id, pack(jobs(2, batches=60, epochs=1, seconds=SLOW)), first)
-    told = there.until(id, lambda part: part.steps > 20 and part.step_seconds > 0)
+    told = there.until(id, lambda part: part.steps > 20 and part.pace > 0)
     assert told.fraction == told.steps / 120
-    assert SLOW / 2 < told.step_seconds < 40 * SLOW
+    assert SLOW / 2 < 1 / told.pace < 40 * SLOW
     assert told.memory > 2 * 4 * (12 * 24 + 24 + 24 + 1)
     ended = there.end(id)
     assert ended.how == "completed" and ended.steps == 120

@@ -236,5 +236,5 @@ def test_devices_are_chosen_on_the_fullest_node_that_has_them() -> None:
     devices.take([devices.at(("a", 0))])
     assert [device.place for device in devices.choose(1) or ()] == [("a", 1)]
     assert [device.place for device in devices.choose(2) or ()] == [("b", 0), ("b", 1)]
-    assert len(devices.choose(3) or ()) == 3 and devices.choose(3, one_node=True) is None
+    assert len(devices.choose(3) or ()) == 3
     assert devices.choose(4) is None

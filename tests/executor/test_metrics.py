@@ -56,7 +56,7 @@ def test_of_one_engine() -> None:
 def job(**values: Any) -> dict[str, Any]:
     return {
         "id": "a", "tenant": "us", "state": "running", "priority": "guaranteed", "places": [["one", 0]], "steps": 7,
-        "step_seconds": 0.5, "memory": 100, "waited": 2.0, "attempts": 1, "ended": None,
+        "step_seconds": 0.5, "memory": 100, "waited": 2.0, "attempts": 1, "ended": None, "rate": 0.5,
     } | values  # fmt: skip
 
 
@@ -72,6 +72,7 @@ def test_of_a_cluster() -> None:
     assert told["waterflow_device_utilization_ratio"]["one",] == 0.25
     assert told["waterflow_tenant_used_devices"] == {("us",): 1.0}
     assert told["waterflow_job_rate"] == {("a", "one", "guaranteed", "us"): 2.0}
+    assert told["waterflow_job_relative_rate"]["a", "one", "guaranteed", "us"] == 0.5
     assert set(told["waterflow_job_wait_seconds"]) == {("a", "one", "guaranteed", "us"), ("b", "", "guaranteed", "us")}
     assert told["waterflow_jobs"]["completed",] == 1 and told["waterflow_jobs"]["failed",] == 0
 

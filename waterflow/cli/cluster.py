@@ -433,7 +433,8 @@ def _tables(told: dict[str, Any]) -> list[Table | Text]:
 
 
 def _row(job: dict[str, Any]) -> list[str]:
-    step = job["step_seconds"]
+    step, rate = job["step_seconds"], job.get("rate")
+    beside = "" if rate is None or rate > 0.995 else f", {rate:.0%} of alone"
     return [
         job["id"],
         job["tenant"],
@@ -442,7 +443,7 @@ def _row(job: dict[str, Any]) -> list[str]:
         ", ".join(f"{node}:{device}" for node, device in job["places"]) or str(job["devices"]),
         "" if job["fraction"] is None else f"{job['fraction']:.0%}",
         f"{job['steps']:,}",
-        "" if step is None else f"{step * 1e3:.1f} ms",
+        "" if step is None else f"{step * 1e3:.1f} ms{beside}",
         f"{job['waited']:.1f} s",
         job["reason"],
     ]

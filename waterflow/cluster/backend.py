@@ -37,9 +37,10 @@ class Part:
 
     ``run`` counts the starts of the job. ``how`` and ``reason`` say how it has ended. ``stopping`` is how it was asked to end.
     ``steps`` counts the steps of all jobs of the group from their beginning, those before a resume included, ``fraction`` is
-    the share of all steps, 0 to 1, None if the length of the data is not known. ``step_seconds`` is the wall time between the
-    ends of two steps of a job, lately; 0.0 before there are any. ``memory`` is the bytes that its jobs hold or claim,
-    ``seconds`` the time since this start, ``saved`` the steps in the last checkpoint of this run, None before the first.
+    the share of all steps, 0 to 1, None if the length of the data is not known. ``pace`` is steps a second, lately, 0.0 before it
+    is known, ``rate`` that as a share of its pace alone, and ``waited`` the share of the time in which it waited for memory.
+    ``memory`` is the bytes that its jobs hold or claim, ``seconds`` the time since this start, ``saved`` the steps in the last
+    checkpoint of this run, None before the first. A part that is ``held`` begins no step, and its time does not pass.
     """
 
     id: str
@@ -51,10 +52,13 @@ class Part:
     stopping: How | None = None
     steps: int = 0
     fraction: float | None = None
-    step_seconds: float = 0.0
+    pace: float = 0.0
+    rate: float | None = None
+    waited: float = 0.0
     memory: int = 0
     seconds: float = 0.0
     saved: int | None = None
+    held: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +83,10 @@ class DeviceState:
 class Request:
     """A request to a device about one run of a job. Its effect shows in the device's state.
 
-    ``start`` trains the jobs of a payload that is in the shared folder, from the checkpoints there, with ``priority``. ``stop``
-    ends them after their current steps, with ``suspend`` behind a checkpoint. ``checkpoint`` writes one besides the periodic
-    ones. ``set`` changes ``priority``. ``forget`` drops a run that has ended.
+    ``start`` trains the jobs of a payload that is in the shared folder, from the checkpoints there, with ``priority``; ``held``
+    lets them begin no step until they are told to go on. ``stop`` ends them after their current steps, with ``suspend`` behind a
+    checkpoint. ``checkpoint`` writes one besides the periodic ones. ``set`` changes ``priority`` and ``held``. ``forget`` drops a
+    run that has ended.
     """
 
     kind: Literal["start", "stop", "checkpoint", "set", "forget"]
@@ -89,6 +94,7 @@ class Request:
     run: int
     priority: Priority = "guaranteed"
     suspend: bool = False
+    held: bool = False
 
 
 class Inbox:
@@ -112,7 +118,7 @@ class Backend(Protocol):
     Methods return at once; ``listen`` tells what became of a request. Thread-safe, with one caller of ``listen`` at a time.
     Nodes are watched, and started again, inside ``listen``: call it at least once a second.
 
-    - *States.* A device tells its state whenever a run, its phase, priority, stop or checkpoint has changed, or a request was
+    - *States.* A device tells its state whenever a run, its phase, priority, hold, stop or checkpoint has changed, or a request was
       taken up, and four times a second besides. Any state may be lost: the next one says the same.
     - *Requests.* They reach a device once and in order, as long as its process lives; ``answered`` says whether a state has the
       effects of all of them. Those of an earlier backend reach nobody once another one has heard the device.

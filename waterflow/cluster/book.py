@@ -17,8 +17,9 @@ class Entry:
 
     ``service`` (device-seconds), ``on_devices`` (seconds) and ``done`` (seconds of its duration) are what it got up to
     ``since``; ``service_at`` and ``ran_at`` add what came after. ``rate`` is its speed relative to running alone on the
-    devices asked for. ``order`` counts submissions, ``entered`` the times that any entry came onto devices, at its last. ``key`` belongs to
-    the policy, and has JSON types. An entry with ``alone`` shares devices with no other.
+    devices asked for, None while that is not known. ``order`` counts submissions, ``entered`` the times that any entry came onto
+    devices, at its last. ``key`` belongs to the policy, and has JSON types. An entry with ``alone`` shares devices with no other.
+    ``held_at`` is where it waits with all that it has, None where it has nothing anywhere.
     """
 
     __slots__ = (
@@ -28,6 +29,7 @@ class Entry:
         "devices",
         "done",
         "entered",
+        "held_at",
         "id",
         "memory",
         "on_devices",
@@ -62,7 +64,8 @@ class Entry:
         self.service = 0.0
         self.on_devices = 0.0
         self.done = 0.0
-        self.rate = 1.0
+        self.rate: float | None = None
+        self.held_at: Place | None = None
         self.entered = 0
         self.preemptions = 0
         self.utilization: float | None = None
@@ -91,7 +94,7 @@ class Entry:
             seconds = now - self.since
             self.service += seconds * len(self.devices)
             self.on_devices += seconds
-            self.done += seconds * self.rate
+            self.done += seconds * self._speed
         self.since = now
 
     def service_at(self, now: float) -> float:
@@ -112,7 +115,11 @@ class Entry:
             raise ValueError(
                 f"submission {self.id!r} has no duration, and the policy orders by it; use las, or set the submission's duration"
             )
-        return duration - (self.done + (now - self.since) * self.rate if self.state == "running" else self.done)
+        return duration - (self.done + (now - self.since) * self._speed if self.state == "running" else self.done)
+
+    @property
+    def _speed(self) -> float:
+        return 1.0 if self.rate is None else self.rate
 
     def columns(self) -> dict[str, Any]:
         """Return what its row keeps of it, beside the submission and the order: JSON types, for ``Book.put_back``."""

@@ -122,13 +122,15 @@ class Devices:
         self.free -= len(node.free)
         self.total -= len(node.devices)
 
-    def choose(self, count: int, one_node: bool = False) -> list[Device] | None:
+    def choose(self, count: int, first: Place | None = None) -> list[Device] | None:
         """Return ``count`` free devices: of the fullest node that has them, or else of as few nodes as possible.
 
-        Returns None if there are not so many, or, with ``one_node``, if no single node has them.
+        A single one is that at ``first``, if it is free. Returns None if there are not so many.
         """
         if count > self.free:
             return None
+        if first is not None and count == 1 and first[0] in self.nodes and (device := self.at(first)) in device.node.free:
+            return [device]
         # Nodes stand by their number of free devices, so the first that suffices leaves the least fragment.
         for nodes in self._by_free[count:]:
             if nodes:
@@ -140,8 +142,6 @@ class Devices:
                     found.append(device)
                     if len(found) == count:
                         return found
-        if one_node:
-            return None
         found = []
         for nodes in reversed(self._by_free):
             for node in nodes:

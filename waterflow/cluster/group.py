@@ -12,7 +12,7 @@ import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ import torch
 
 from waterflow import _C
 from waterflow.cluster.backend import How, Part, Request
+from waterflow.cluster.pace import Pace, Seen
 from waterflow.cluster.payload import read_result, unpack, write_result
 from waterflow.cluster.shared_folder import Fenced, SharedFolder
 from waterflow.cluster.submission import Priority
@@ -92,7 +93,9 @@ class RunningGroup:
 
     def __init__(self, start: Request, process: Process, tell: Callable[[], None], fenced: Callable[[], None]) -> None:
         self.id, self.run = start.id, start.run
-        self.part = Part(start.id, start.run, "beginning", start.priority)
+        self.part = Part(start.id, start.run, "beginning", start.priority, held=start.held)
+        self._held_by = {"asked"} if start.held else set()
+        self._held_since, self._was_held = time.monotonic(), 0.0  # seconds
         self._process = process
         self._tell = tell
         self._fenced = fenced
@@ -111,7 +114,6 @@ class RunningGroup:
         self._next_save: float | None = None
         self._pause = 0.0  # seconds between two saves
         self._lost = 0  # how many starts before this one ended with a lost device
-        self._last = (time.monotonic(), 0)
         self._began = time.monotonic()
         self._thread = threading.Thread(target=self._run, name=self.id, daemon=True)
 
@@ -188,7 +190,7 @@ class RunningGroup:
             self._pause = max(min(LEAST_PAUSE, every), every * AFTER_A_LOSS**self._lost)
         if self._next_save is None:
             self._next_save = now + self._pause
-        if now >= self._next_save and not self._saving.locked():
+        if now >= self._next_save and not self._saving.locked() and self.part.saved != self.steps():
             self._pause = min(2 * self._pause, every)
             self._next_save = now + self._pause
             threading.Thread(target=self.save, daemon=True).start()
@@ -201,6 +203,24 @@ class RunningGroup:
         for runner in runners:
             runner.lease.set(priority)
 
+    def hold(self, by: str, held: bool) -> None:
+        """Let its jobs begin no further step, or go on, as ``by`` wants it: they are held while anybody wants it.
+
+        "asked" is the scheduler, and shows in the part. Returns at once.
+        """
+        with self._lock:
+            if (by in self._held_by) == held:
+                return
+            before, now = bool(self._held_by), time.monotonic()
+            (self._held_by.add if held else self._held_by.discard)(by)
+            if before != bool(self._held_by):
+                for runner in self._runners.values():
+                    runner.lease.hold(held)
+                self._was_held += 0.0 if held else now - self._held_since
+                self._held_since = now
+        if by == "asked":
+            self._change(held=held)
+
     def steps(self) -> int:
         """Return the steps of all jobs, counted from their beginning."""
         with self._lock:
@@ -209,19 +229,28 @@ class RunningGroup:
                 reached[number] = max(reached.get(number, 0), runner.steps)
             return sum(reached.values())
 
-    def measure(self) -> None:
-        """Measure its progress, and its speed since the last call."""
-        steps, now = self.steps(), time.monotonic()
-        # Steps of several jobs interleave: the wall time counts once for each of them.
-        (since, before), self._last = self._last, (now, steps)
+    def seen(self) -> Seen:
+        """Return what its jobs have done so far."""
+        with self._lock:
+            runners, held = list(self._runners.values()), bool(self._held_by)
+        waited = sum(map(_waited, runners))
+        return Seen(self.steps(), waited, self.part.phase == "training" and not held, self.part.priority == "guaranteed")
+
+    def measure(self, pace: Pace) -> None:
+        """Note its progress, and its pace."""
+        steps = self.steps()
         with self._lock:
             runners = list(self._runners.values())
-        done = steps - before
-        step_seconds = (now - since) * max(1, len(runners)) / done if done else 0.0
         fraction = min(1.0, steps / self._length) if self._length else None
-        memory, seconds = sum(map(_memory, runners)), now - self._began
+        told = {"memory": sum(map(_memory, runners)), "seconds": self._seconds(), **asdict(pace)}
         # Not told at once: it goes with the next sign of life.
-        self._change(False, steps=steps, fraction=fraction, step_seconds=step_seconds, memory=memory, seconds=seconds)
+        self._change(False, steps=steps, fraction=fraction, **told)
+
+    def _seconds(self) -> float:
+        # Since the start, without the time in which it was held.
+        with self._lock:
+            now = time.monotonic()
+            return now - self._began - self._was_held - (now - self._held_since if self._held_by else 0.0)
 
     # -- its threads
 
@@ -259,7 +288,7 @@ class RunningGroup:
         self._end(how, reason[:LONGEST_REASON], self.steps())
 
     def _end(self, how: How, reason: str, steps: int = 0) -> None:
-        self._change(phase="ended", how=how, reason=reason, steps=steps, seconds=time.monotonic() - self._began)
+        self._change(phase="ended", how=how, reason=reason, steps=steps, seconds=self._seconds())
 
     def _change(self, tell: bool = True, **fields: Any) -> None:
         with self._lock:
@@ -289,8 +318,7 @@ class RunningGroup:
         self._length = _length(jobs)
         self._reached = {number: known.steps for number, known in (states | self._results).items()}
         self._seeds = seeds
-        self._last = (time.monotonic(), self.steps())
-        self.measure()
+        self.measure(Pace())
         self._change(phase="training")
 
     def _train(self) -> tuple[How, str]:
@@ -317,6 +345,8 @@ class RunningGroup:
                 else JobRunner(job, process.engine, seed=seed, resume=state)
             )
             runner.lease.set(self.part.priority)
+            if self._held_by:
+                runner.lease.hold(True)
             self._runners[number] = runner
         result: JobResult | None = None
         try:
@@ -401,3 +431,9 @@ def _memory(runner: JobRunner) -> int:
         plan = runner.step.plan  # type: ignore[union-attr]
         return int(plan.persistent + plan.batch + plan.height)
     return 0
+
+
+def _waited(runner: JobRunner) -> float:
+    with contextlib.suppress(AttributeError):  # it has no step yet, or is one of a loop
+        return runner.step.account["waiting for memory"]  # type: ignore[union-attr]
+    return 0.0

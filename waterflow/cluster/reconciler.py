@@ -7,7 +7,7 @@ requests is kept: a request is a difference, and the next state says whether it 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,13 @@ from waterflow.cluster.losses import MOST_LOSSES as MOST_LOSSES, Losses
 from waterflow.cluster.scheduler import Scheduler
 from waterflow.cluster.store import ENDED, NOT_NOW, JobRecord, State, Store
 from waterflow.cluster.stuck import Ask, Stuck
-from waterflow.cluster.submission import Node, Report
+from waterflow.cluster.submission import Node, Place, Report
 from waterflow.errors import BackendError
 from waterflow.units import format_seconds
 
 logger = logging.getLogger("waterflow")
 
+MOST_HELD = 8  # jobs on a device that wait there for their next turn
 AGAIN_SECONDS = 10.0  # before what went wrong with one job is tried again
 LEAVE_SECONDS = 60.0  # for which one that must run alone waits for another that leaves, and may hang
 NOBODY_SAW = "its process ended while no scheduler ran"
@@ -31,6 +32,11 @@ NOBODY_SAW = "its process ended while no scheduler ran"
 
 class JobFault(Exception):
     """An error about one job, behind which the book may be ahead of its rows: the turn is taken again without the job."""
+
+
+def _place(job: JobRecord) -> Place:
+    assert job.node is not None and job.device is not None, f"{job.id!r} is nowhere"
+    return job.node, job.device
 
 
 class Reconciler:
@@ -65,6 +71,9 @@ class Reconciler:
         self._epochs: dict[str, int] = self.store.meta("epochs") or {}  # of the nodes that the scheduler knows
         self._losses.read()
         self._stuck.read()
+        for job in self.store.placed():
+            if (entry := scheduler.book.entries.get(job.id)) is not None:
+                entry.held_at = _place(job) if entry.state == "waiting" and job.state != "stopping" else None
 
     def committed(self) -> None:
         """Note that the turn's transaction is written."""
@@ -132,10 +141,10 @@ class Reconciler:
                 self.store.change(job.id, state="running", started=started)
                 self._losses.began(job.id, self._now, start=True)
             entry = self.scheduler.book.entries.get(job.id)
-            if entry is not None and entry.places == ((job.node, job.device),):  # else it is to run elsewhere
+            if entry is not None and entry.places == (_place(job),):  # else it is to run elsewhere
                 # A device tells its utilization once, for all; the shares of those there must add up to it.
                 share = state.utilization / len(entry.devices[0].residents)
-                report = Report(part.fraction, utilization=share, memory=part.memory or None)
+                report = Report(part.fraction, part.rate, share, part.memory or None)
                 self.scheduler.report(self._now, job.id, report, decide=False)
         if part.saved is not None and part.saved != job.steps:
             self.store.change(job.id, steps=part.saved)
@@ -163,7 +172,8 @@ class Reconciler:
         self.scheduler.node_lost(self._now, node, decide=False)
         if blame:
             there = [job for job in self.store.placed() if (job.node, job.epoch) == (node, epoch)]
-            lost = [job for job in there if not self.backend.folder.has_ended(job.id, job.attempts)]
+            # One that was held did nothing.
+            lost = [job for job in there if job.state != "held" and not self.backend.folder.has_ended(job.id, job.attempts)]
             reached = {job.id: self.live[job.id].steps if job.id in self.live else 0 for job in lost}
             for id in self._losses.lost(self._now, lost, reached):
                 self._alone(id, True, "may be the reason that devices are lost: it runs alone, until that is known")
@@ -243,6 +253,8 @@ class Reconciler:
         self._leaving.pop(id, None)
         self._stuck.left(id)
         self.store.place(id, None)
+        if (entry := self.scheduler.book.entries.get(id)) is not None:
+            entry.held_at = None
 
     # -- what is to be
 
@@ -266,8 +278,9 @@ class Reconciler:
         residents = () if leave else [entry for device in self.scheduler.book.devices for entry in device.residents]
         wanted = {entry.id: entry for entry in residents}
         placed = {job.id: job for job in self.store.placed()}
+        held = {} if leave else self._held(placed.values())
         for job in placed.values():
-            self._try(job.id, self._settle, job, wanted.get(job.id))
+            self._try(job.id, self._settle, job, wanted.get(job.id) or held.get(job.id))
         for job in self.store.jobs([id for id in wanted if id not in placed]):
             self._try(job.id, self._start, job, wanted[job.id], list(placed.values()), changes_book=False)
         for node, state in self.devices.items():
@@ -278,10 +291,29 @@ class Reconciler:
         self._trouble = {id: trouble for id, trouble in self._trouble.items() if id in placed or id in wanted}
         return [*(partial(self.backend.request, node, request) for node, request in self._asks), *self._stuck.settle(now)]
 
+    def _held(self, placed: Iterable[JobRecord]) -> dict[str, Entry]:
+        # The entries that wait, and may do so where they are. Of too many those leave that have waited longest.
+        entries = self.scheduler.book.entries
+        crowded = {d.place for d in self.scheduler.book.devices if any(one.alone for one in d.residents)}
+        waiting: dict[Place, list[Entry]] = {}
+        for job in placed:
+            entry, place = entries.get(job.id), _place(job)
+            if entry is not None and entry.state == "waiting" and not entry.alone and place not in crowded:
+                waiting.setdefault(place, []).append(entry)
+        newest = [sorted(each, key=lambda one: (one.waiting_since, one.order))[-MOST_HELD:] for each in waiting.values()]
+        return {entry.id: entry for each in newest for entry in each}
+
     def _settle(self, job: JobRecord, entry: Entry | None) -> None:
         assert job.node is not None
-        stays = job.state != "stopping" and entry is not None and entry.places == ((job.node, job.device),)
-        known = job.id in self.scheduler.book.entries
+        held = entry is not None and entry.state == "waiting"
+        stays = job.state != "stopping" and entry is not None and (held or entry.places == (_place(job),))
+        if stays and (job.state == "held") != held and job.state != "starting":
+            self.store.change(job.id, state="held" if held else "running")
+            self.store.say(job.id, self._now, "is held until its next turn" if held else "goes on")
+        in_book = self.scheduler.book.entries.get(job.id)
+        known = in_book is not None
+        if in_book is not None:
+            in_book.held_at = _place(job) if stays and held else None
         if known:  # also after a cancellation that was undone
             self._stuck.left(job.id)
         if not stays:
@@ -295,10 +327,11 @@ class Reconciler:
         if stays:
             assert entry is not None
             if part is None:
-                ask = Request("start", job.id, job.attempts, entry.priority)
-            elif part.phase != "ended" and part.priority != entry.priority:
-                self.store.say(job.id, self._now, f"goes on as {entry.priority}")
-                ask = Request("set", job.id, job.attempts, entry.priority)
+                ask = Request("start", job.id, job.attempts, entry.priority, held=held)
+            elif part.phase != "ended" and (part.held != held or (not held and part.priority != entry.priority)):
+                if not held and part.priority != entry.priority:
+                    self.store.say(job.id, self._now, f"goes on as {entry.priority}")
+                ask = Request("set", job.id, job.attempts, part.priority if held else entry.priority, held=held)
         elif part is None:
             self._gone(job, "its start came to nothing", "stopped")
         elif part.phase != "ended":

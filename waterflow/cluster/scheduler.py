@@ -78,8 +78,7 @@ class Scheduler:
         duration = entry.submission.duration
         if report.progress is not None and duration is not None:
             entry.done = report.progress * duration
-        if report.rate is not None:
-            entry.rate = report.rate
+        entry.rate = report.rate
         if report.utilization is not None:
             entry.utilization = report.utilization
         if report.memory is not None:

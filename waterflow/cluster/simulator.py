@@ -94,6 +94,7 @@ class _Run:
 
     def __init__(self, entry: Entry, submission: Submission) -> None:
         self.entry = entry
+        entry.rate = 1.0
         self.submission = submission
         self.left = submission.duration or 0.0
         self.rate = 1.0

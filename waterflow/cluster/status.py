@@ -52,7 +52,9 @@ def job_status(now: float, job: JobRecord, part: Part | None) -> dict[str, Any]:
         "reason": job.reason,
         "steps": max(job.steps, part.steps if part is not None else 0),
         "fraction": 1.0 if job.state == "completed" else part.fraction if part is not None else None,
-        "step_seconds": (part.step_seconds or None) if part is not None else None,
+        "step_seconds": 1 / part.pace if part is not None and part.pace else None,
+        "rate": part.rate if part is not None else None,
+        "waits_for_memory": part.waited if part is not None else None,
         "memory": part.memory if part is not None else None,
     }
 

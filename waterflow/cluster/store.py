@@ -50,9 +50,10 @@ LOG_LINES = 2000  # kept per job
 LARGEST_PAYLOAD = 900 << 20  # bytes; a row of SQLite has 10**9 at most
 NOT_NOW = (sqlite3.OperationalError, OSError, MemoryError)  # a full disk, among others: a retry may succeed
 
-# On no device (waiting); on one: its start was requested (starting), it trains (running), it is to leave (stopping).
-State = Literal["waiting", "starting", "running", "stopping", "completed", "failed", "cancelled"]
-PLACED: tuple[State, ...] = ("starting", "running", "stopping")
+# On no device (waiting); on one: its start was requested (starting), it trains (running), it waits there for its next turn (held),
+# it is to leave (stopping).
+State = Literal["waiting", "starting", "running", "held", "stopping", "completed", "failed", "cancelled"]
+PLACED: tuple[State, ...] = ("starting", "running", "held", "stopping")
 ENDED: tuple[State, ...] = ("completed", "failed", "cancelled")
 
 _CHANGE = frozenset(["state", "started", "ended", "attempts", "losses", "steps", "reason", "results", "ran", "unsaved_since"])

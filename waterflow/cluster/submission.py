@@ -56,10 +56,10 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """News of a running submission; None for a field without news.
+    """News of a running submission; None for a field without news, but for ``rate``.
 
-    ``progress`` goes from 0 to 1. ``rate`` is its speed relative to alone on the devices asked for (1: as fast).
-    ``utilization`` (0 to 1) and ``memory`` (bytes) are its use of each of its devices.
+    ``progress`` goes from 0 to 1. ``rate`` is its speed relative to alone on the devices asked for (1: as fast), None while it is
+    not known beside its present neighbours. ``utilization`` (0 to 1) and ``memory`` (bytes) are its use of each of its devices.
     """
 
     progress: float | None = None

@@ -14,13 +14,14 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from waterflow.cluster.backend import DeviceState, Inbox, Request
 from waterflow.cluster.group import Process, RunningGroup
+from waterflow.cluster.pace import Pace, Paces
 from waterflow.cluster.shared_folder import SharedFolder
 from waterflow.executor.engine import Engine
 from waterflow.units import Mode
@@ -113,6 +114,7 @@ class Worker:
             threading.Thread(target=group.save, daemon=True).start()  # saving waits for the ends of steps
         elif request.kind == "set":
             group.set_priority(request.priority)
+            group.hold("asked", request.held)
         elif group.part.phase == "ended":
             del self._groups[which]
             self._past[request.id] = max(request.run, self._past.get(request.id, 0))
@@ -123,7 +125,7 @@ class Worker:
             self._changed.notify_all()
 
     def _watch(self) -> None:
-        busy, since = 0.0, time.monotonic()
+        busy, since, paces = 0.0, time.monotonic(), Paces()
         while True:
             time.sleep(self._settings.report_seconds)
             if self._process.folder.is_fenced(self._process.epoch):
@@ -133,14 +135,23 @@ class Worker:
             self._utilization = min(1.0, (total - busy) / (now - since) / self._engine.lanes)
             busy, since = total, now
             with self._lock:
-                groups = [group for group in self._groups.values() if group.part.phase != "ended"]
-            for group in groups:
+                groups = {which: group for which, group in self._groups.items() if group.part.phase != "ended"}
+            paces.look(time.monotonic(), {which: group.seen() for which, group in groups.items()})
+            for which, group in groups.items():
                 try:
-                    group.measure()
+                    group.hold("measured", paces.alone not in (None, which))
+                    group.measure(self._pace(group, paces.of(which)))
                     if group.part.phase == "training":
                         group.save_if_due(self._settings.checkpoint_seconds)
                 except Exception:  # this thread measures and saves for the other groups, too
                     logger.exception("%r is not measured", group.part.id)
+
+    def _pace(self, group: RunningGroup, pace: Pace) -> Pace:
+        # The interference controller compares steps of guaranteed jobs with and without others all the time.
+        control = self._engine.interference
+        if group.part.priority == "opportunistic" or control is None or not control.present:
+            return pace
+        return replace(pace, rate=1 / (1 + max(0.0, control.slowdown)))
 
     def _exit_fenced(self) -> None:
         logger.error("node %r, epoch %d, was declared lost; it ends", self._process.node, self._process.epoch)

@@ -491,14 +491,19 @@ def current_engine() -> Engine | None:
 
 
 @contextlib.contextmanager
-def within(engine: Engine, worker: int | None = None) -> Iterator[None]:
-    """Make steps that the calling thread creates inside the context belong to ``engine``, and to its clock as ``worker``."""
-    before = here.engine, here.worker
-    here.engine, here.worker = engine, worker
+def within(engine: Engine, worker: int | None = None, policy: ResourcePolicy | None = None) -> Iterator[None]:
+    """Make steps that the calling thread creates inside the context belong to ``engine``, and to its clock as ``worker``.
+
+    With ``policy`` they have that one, and the thread begins no step while it is held.
+    """
+    before = here.engine, here.worker, here.policy, here.before_step
+    here.engine, here.worker, here.policy = engine, worker, policy
+    if policy is not None:
+        here.before_step = policy.wait_while_held
     try:
         yield
     finally:
-        here.engine, here.worker = before
+        here.engine, here.worker, here.policy, here.before_step = before
 
 
 def current_device() -> torch.device:

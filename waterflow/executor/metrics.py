@@ -115,20 +115,21 @@ def _of_cluster(status: Status) -> Iterator[Metric]:
     families = {
         "steps": _family("counter", "job_steps", "Steps from its beginning", labels),
         "step_seconds": _family("gauge", "job_step_seconds", "Between two ends of its steps", labels),
-        "rate": _family("gauge", "job_rate", "Steps each second", labels),
+        "pace": _family("gauge", "job_rate", "Steps each second", labels),
+        "rate": _family("gauge", "job_relative_rate", "Its pace as a share of its pace alone on the device", labels),
         "memory": _family("gauge", "job_memory_held_bytes", "What it holds on a device", labels),
         "waited": _family("gauge", "job_wait_seconds", "Before it was first started", labels),
         "attempts": _family("counter", "job_starts", "How often it was started", labels),
     }
-    states = dict.fromkeys(("waiting", "starting", "running", "stopping", "completed", "failed", "cancelled"), 0)
+    states = dict.fromkeys(("waiting", "starting", "running", "held", "stopping", "completed", "failed", "cancelled"), 0)
     for job in status["jobs"]:
         states[job["state"]] += 1
         if job["ended"] is not None:  # else the series of all jobs that ever were would be kept for ever
             continue
-        values = job | {"rate": 1.0 / job["step_seconds"] if job["step_seconds"] else None}
+        values = job | {"pace": 1.0 / job["step_seconds"] if job["step_seconds"] else None}
         where = ",".join(node for node, _ in job["places"])
         for key, family in families.items():
-            if values[key] is not None:
+            if values.get(key) is not None:  # missing if an older version started the cluster
                 family.add_metric([job["id"], job["tenant"], job["priority"], where], values[key])
     yield from families.values()
     count = _family("gauge", "jobs", "Jobs by what has become of them", ["state"])

@@ -26,9 +26,9 @@ class Reservations:
     """The claims of jobs on an engine's memory, in bytes. Thread-safe.
 
     Opportunistic jobs claim only what leaves room for the largest guaranteed step beside their own largest one. If a
-    guaranteed job finds no room, they are preempted at their next step boundary. With a ``quantum`` (seconds) jobs of one
-    priority take turns if not all of them fit: a job that has waited so long is given the memory of jobs that have had theirs
-    for so long.
+    guaranteed job finds no room, they are preempted at their next step boundary. Jobs that are held are preempted first, for any
+    job. With a ``quantum`` (seconds) jobs of one priority take turns if not all of them fit: a job that has waited so long is
+    given the memory of jobs that have had theirs for so long.
     """
 
     def __init__(self, native: _C.Engine, limit: int, reserve: int) -> None:
@@ -89,7 +89,7 @@ class Reservations:
         Raises:
             MemoryLimitError: The job does not fit on an empty device or in its quota, or every job that has memory waits for
                 more.
-            Preempted: The job must leave first; raised on the thread at its boundary (``ResourcePolicy.at_boundary``).
+            Preempted: The job must leave first, or is held; raised on the thread at its boundary (``ResourcePolicy.at_boundary``).
             JobCancelled: The engine was closed meanwhile.
         """
         policy = self.policy_of(job)
@@ -125,7 +125,7 @@ class Reservations:
                         self._changed.wait(timeout=0.1)
                     if self.closed:
                         raise JobCancelled("the engine was closed while a job waited for memory")
-                    if self._fits(job, wanted, height):
+                    if not policy.held and self._fits(job, wanted, height):
                         since = mine.since if mine is not None else time.monotonic()
                         opportunistic = self.policy_of(job).opportunistic
                         self._claims[job] = Claim(plan.name, owner, worker, wanted, height, opportunistic, needed, since)
@@ -139,8 +139,14 @@ class Reservations:
                             self._changed.wait(timeout=0.001)
                         self._book(job, plan.name, wanted)
                         return
+                    if policy.held:
+                        if policy.at_boundary == owner:
+                            raise Preempted(plan)
+                        self._waiting.pop(owner, None)
+                        self._changed.wait(timeout=0.1)
+                        continue
                     self._waiting[owner] = (job, wanted, height)
-                    making_way = self._ask_for_room(job, wanted, height)
+                    making_way = self._ask_for_room(job, wanted, height, policy)
                     making_way |= self._ask_for_turn(job, wanted, height, policy, began)
                     stuck = not making_way and self._nobody_goes_on(job)
                     if mine is not None and policy.at_boundary == owner:
@@ -308,6 +314,11 @@ class Reservations:
                 claim.opportunistic = policy.opportunistic
             self._changed.notify_all()
 
+    def look_again(self) -> None:
+        """Let jobs that wait for memory look again: one of them goes on, or is held."""
+        with self._guard:
+            self._changed.notify_all()
+
     # -- quotas that are lowered
 
     def most_height(self, job: int, needed: int) -> int | None:
@@ -342,16 +353,20 @@ class Reservations:
             return needed
         return max(needed, min(policy.quota, self.room) - height)
 
-    def _ask_for_room(self, job: int, wanted: int, height: int) -> bool:
-        # Preempts opportunistic jobs for a guaranteed one, the largest first, so that few have to leave; none at all if their
-        # leaving would not be enough. States that stand aside leave for anybody.
+    def _ask_for_room(self, job: int, wanted: int, height: int, policy: ResourcePolicy) -> bool:
+        # Preempts jobs that are held, and opportunistic ones for a guaranteed one, the largest first, so that few have to leave;
+        # none at all if their leaving would not be enough. States that stand aside leave for anybody.
         if ASIDE in self._claims:
             self._give_way()
             return True
-        if self.policy_of(job).opportunistic:
-            return False
-        held = sorted((c.bytes + c.height, j) for j, c in self._claims.items() if c.opportunistic and j != job)
-        gone = self._enough_of((each for _, each in reversed(held) if self._can_be_preempted(each)), job, wanted, height)
+        leaving = sorted(
+            (self.policy_of(j).held, c.bytes + c.height, j)
+            for j, c in self._claims.items()
+            if j != job
+            and (self.policy_of(j).held or (c.opportunistic and not policy.opportunistic))
+            and self._can_be_preempted(j)
+        )
+        gone = self._enough_of((each for _, _, each in reversed(leaving)), job, wanted, height, policy) if leaving else None
         for each in gone or ():
             self._tell(each)
             self._lend_priority(each)
@@ -372,7 +387,7 @@ class Reservations:
         """Ask for room for a preempted job that has waited ``since`` then, in seconds of ``time.monotonic``."""
         with self._guard:
             wanted = self._wanted(policy, plan.persistent + plan.batch * batches, plan.height)
-            if not policy.opportunistic and not self._ask_for_room(-1, wanted, plan.height):
+            if not self._ask_for_room(-1, wanted, plan.height, policy) and not policy.opportunistic:
                 self._tell_who_stays(-1, wanted, plan.height)
             self._ask_for_turn(-1, wanted, plan.height, policy, since)
 

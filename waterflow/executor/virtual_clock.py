@@ -11,6 +11,7 @@ from typing import Any
 class _Belonging(threading.local):
     engine: Any = None
     worker: int | None = None
+    policy: Any = None  # of the steps that it makes
     before_step: Callable[[], None] | None = None  # called before each step; it may wait
 
 

@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 import traceback
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -17,8 +16,8 @@ import torch
 
 from waterflow.errors import ClusterError, JobCancelled, JobTimeoutError, StudyError, SubmissionError
 from waterflow.executor.cancel import UserCode, limited
-from waterflow.executor.engine import Engine
-from waterflow.executor.program.ownership import cancel_steps, close_steps_of_thread, made_here
+from waterflow.executor.engine import Engine, within
+from waterflow.executor.program.ownership import cancel_steps, close_steps_of_thread, copied, made_here
 from waterflow.executor.rng import generators_for, own_numbers
 from waterflow.job import Job, JobResult, Results
 from waterflow.results import over_limit
@@ -38,9 +37,9 @@ from waterflow.study.optuna_compat import (
 )
 from waterflow.study.values import KeepWeights, KeptResults, StudySummary, UnfitJobError, best_of, check_job, value_of
 from waterflow.training.checkpoint import Checkpoint
+from waterflow.training.engine_lease import LoopLease
 from waterflow.training.progress import ProgressLine
 from waterflow.training.runner import JobRunner, Task, draw_seed
-from waterflow.units import Priority
 
 
 @dataclass(frozen=True)
@@ -79,11 +78,11 @@ class TrialRunner:
     def __init__(self, task: TrialTask, engine: Engine, resume: Checkpoint | None) -> None:
         self._task = task
         self.engine = engine
-        self.priority: Priority = "guaranteed"
         self._resume = resume
         self._code = UserCode()
         self._inner: JobRunner | None = None
-        self._steps: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._in_loop = 0  # the most steps that its own loop was seen to have done
+        self.lease = LoopLease(task.name, engine)
         self._halted: str | None = None
         self._lock = threading.Lock()
 
@@ -135,14 +134,15 @@ class TrialRunner:
     def _end_at_limit(self, reason: str) -> None:
         if self._inner is not None:
             self._inner.stop(reason)
-        cancel_steps(self._steps, reason)
+        cancel_steps(self.lease.steps, reason)
 
     def _value(self, trial: Any) -> Any:
         """Return the objective's value, or the result of the job that it returns."""
-        self._steps = made_here.steps
+        self.lease.steps = made_here.steps
         set_in_loop(self._task.study, True)  # study.stop() raises an error without it
         try:
-            with own_numbers(*generators_for(self.engine.device, self._task.seed)), self._code.here():
+            belonging = within(self.engine, policy=self.lease.policy)
+            with own_numbers(*generators_for(self.engine.device, self._task.seed)), self._code.here(), belonging:
                 value = self._task.objective(trial)
             return self._train(trial, value) if isinstance(value, Job) else value
         finally:
@@ -154,25 +154,19 @@ class TrialRunner:
         runner = JobRunner(job, self.engine, on_epoch, seed=self._task.seed, resume=self._resume)
         with self._lock:
             self._inner = runner
-            runner.lease.set(self.priority)
+            self.lease.hand_on(runner.lease)
             # stop() may have come while the objective was making the job.
             if self._halted is not None:
                 runner.stop(self._halted)
         return runner.run()
 
     @property
-    def lease(self) -> Any:
-        """The lease of its job, or before that this object, which remembers the priority."""
-        return self._inner.lease if self._inner is not None else self
-
-    def set(self, priority: Priority) -> None:
-        """Set the priority of the job to come."""
-        self.priority = priority
-
-    @property
     def steps(self) -> int:
-        """The number of steps of its job; 0 for a user's own loop."""
-        return self._inner.steps if self._inner is not None else 0
+        """The number of steps of its job, or of its own loop."""
+        if self._inner is not None:
+            return self._inner.steps
+        self._in_loop = max(self._in_loop, sum(step.steps for step in copied(self.lease.steps)))
+        return self._in_loop
 
     @property
     def step(self) -> Any:

@@ -1,15 +1,18 @@
-"""EngineLease: a job's priority and quota in its engine, and when it leaves its memory to others and comes back."""
+"""Leases: a job's priority and quota in its engine, when it is held, and when it leaves its memory to others and comes back."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from typing import Any
 
 from waterflow.executor.engine import Engine
 from waterflow.executor.policy import Preempted, ResourcePolicy, parse_quota
+from waterflow.executor.program.ownership import copied
 from waterflow.job import Job
 from waterflow.partition.plan.plan import Plan
 from waterflow.step import Step
@@ -20,20 +23,90 @@ from waterflow.units import Priority, check_priority
 IN_A_STUDY = "it belongs to a deterministic study, whose other jobs would wait for it; study with deterministic=False"
 
 
-class EngineLease:
-    """One job's lease, for as long as the job runs. ``set`` may be called from any thread.
+class Lease(ABC):
+    """The lease of steps in an engine. ``set`` and ``hold`` may be called from any thread."""
+
+    def __init__(self, who: str, engine: Engine | None, policy: ResourcePolicy) -> None:
+        self._who, self._engine, self.policy = who, engine, policy
+        self._limit = engine.limit if engine is not None else None
+
+    @abstractmethod
+    def _apply(self) -> None:
+        """Set the policy of the steps that there are."""
+
+    def set(self, priority: Priority | None = None, quota: int | float | str | None = None) -> None:
+        """Change priority or quota from the next step on. Raises InvalidJobError for invalid ones.
+
+        None leaves either as it is; a quota cannot be taken away. Under a quota below its need a job continues with reduced
+        steps, or is suspended; see ``Job.quota``.
+        """
+        if priority is not None:
+            check_priority(self._who, priority)
+            self.policy.priority = priority
+        if quota is not None:
+            self.policy.quota = parse_quota(self._who, quota, self._limit)
+            self.policy.quota_changed = True
+        self._apply()
+
+    def hold(self, held: bool) -> None:
+        """Let no further step begin, or with ``held=False`` go on. Does not wait for a step that has begun.
+
+        What a held job has in memory is kept until another job needs it; then the job leaves, and comes back once it goes on.
+        """
+        (self.policy.goes_on.clear if held else self.policy.goes_on.set)()
+        if self._engine is not None:
+            self._engine.reservations.look_again()
+
+
+class LoopLease(Lease):
+    """The lease of a loop of the user's own: of all ``steps`` that it makes ``within(engine, policy=lease.policy)``."""
+
+    def __init__(self, who: str, engine: Engine) -> None:
+        super().__init__(who, engine, ResourcePolicy())
+        self.steps: Iterable[Any] = ()
+        self._job: Lease | None = None
+        self._lock = threading.Lock()
+
+    def set(self, priority: Priority | None = None, quota: int | float | str | None = None) -> None:
+        """See ``Lease``."""
+        with self._lock:
+            super().set(priority, quota)
+            if self._job is not None:
+                self._job.set(priority, quota)
+
+    def hold(self, held: bool) -> None:
+        """See ``Lease``."""
+        with self._lock:
+            super().hold(held)
+            if self._job is not None:
+                self._job.hold(held)
+
+    def hand_on(self, job: Lease) -> None:
+        """Let the lease of a job have what was set, and will be: the loop has returned it."""
+        with self._lock:
+            job.set(self.policy.priority, self.policy.quota)
+            job.hold(self.policy.held)
+            self._job = job
+
+    def _apply(self) -> None:
+        for step in copied(self.steps):
+            if step.engine is not None and step.job is not None:
+                step.engine.set_policy(step.job, self.policy)
+
+
+class EngineLease(Lease):
+    """One job's lease, for as long as the job runs.
 
     An opportunistic job leaves if a guaranteed one needs its memory; any job leaves if its quota falls below the lowest form of
     its step. Its state moves to host memory at the next step boundary; it resumes, bitwise, when there is room.
     """
 
     def __init__(self, job: Job, engine: Engine | None, safepoint: Safepoint) -> None:
-        self._who, self._engine, self._safepoint = f"job {job.name!r}", engine, safepoint
-        self._limit = engine.limit if engine is not None else None
+        self._safepoint, who = safepoint, f"job {job.name!r}"
         # In a deterministic study others wait for each job's turn: a suspended job would block them.
         stays = engine is not None and engine.reservations.clock is not None
-        quota = parse_quota(self._who, job.quota, self._limit)
-        self.policy = ResourcePolicy(job.priority, quota, None if stays else self.leave, IN_A_STUDY)
+        quota = parse_quota(who, job.quota, engine.limit if engine is not None else None)
+        super().__init__(who, engine, ResourcePolicy(job.priority, quota, None if stays else self.leave, IN_A_STUDY))
         self.times_left = 0
         self._since = 0.0  # on the clock of time.monotonic()
         self._step: Step | None = None
@@ -45,19 +118,13 @@ class EngineLease:
         if self._engine is not None and step is not None and step.job is not None:
             self._engine.set_policy(step.job, self.policy)
 
-    def set(self, priority: Priority | None = None, quota: int | float | str | None = None) -> None:
-        """Change priority or quota from the next step on. Raises InvalidJobError for invalid ones.
-
-        None leaves either as it is; a quota cannot be taken away. Under a quota below its need the job continues
-        with reduced steps, or is suspended; see ``Job.quota``.
-        """
-        if priority is not None:
-            check_priority(self._who, priority)
-            self.policy.priority = priority
-        if quota is not None:
-            self.policy.quota = parse_quota(self._who, quota, self._limit)
-            self.policy.quota_changed = True
+    def _apply(self) -> None:
         self.enter(self._step)
+
+    def hold(self, held: bool) -> None:
+        """See ``Lease``. The job waits at its safepoint, where it can be copied."""
+        super().hold(held)
+        self._safepoint.look_again()
 
     def leave(self) -> None:
         """Request that the job leaves at its next step boundary. Does not wait for that."""
@@ -88,6 +155,8 @@ class EngineLease:
         step, engine = self._step, self._engine
         assert step is not None
         # A guaranteed job without turns comes back at once: others leave when it reserves its memory.
+        if self.policy.held:
+            return False
         if engine is not None and (self.policy.opportunistic or engine.reservations.quantum is not None):
             plan = step.least_plan(self._wanted, self.policy.limit)
             if not engine.reservations.would_fit(plan, self.policy, step.batches_ahead):

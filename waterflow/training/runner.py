@@ -389,8 +389,19 @@ class JobRunner:
         self._steps.take_all()
         # A checkpoint is between two steps: the queue must be empty, and its losses counted.
         self._losses += self._steps.losses()
-        self._safepoint.serve(self._checkpoint, suspend=False)
-        self._preempt()
+        self._stand_by()
+
+    def _stand_by(self, copies: bool = True) -> None:
+        # Leaves if that is requested, and waits while it is held.
+        policy = self.lease.policy
+        while True:
+            if copies:
+                self._safepoint.serve(self._checkpoint, suspend=False)
+            self._preempt()
+            if not policy.held:
+                return
+            with time_does_not_count():
+                self._safepoint.stand_by(self._check_stop, lambda: policy.held, copies)
 
     def _preempt(self) -> None:
         checkpoint = self._safepoint.serve(lambda: self._checkpoint(move=True, stays=True), suspend=True)
@@ -454,11 +465,11 @@ class JobRunner:
                 if isinstance(self.step, ShardedStep) and metrics is not None:
                     self.step.take_over_buffers()
                 return metrics
-            self._preempt()
+            self._stand_by(copies=False)  # the epoch is not over yet
 
     def _train_epoch(self) -> list[float]:
         assert self.step is not None and self._batches is not None and self._memory is not None
-        steps, memory = self._steps, self._memory
+        steps, memory, policy = self._steps, self._memory, self.lease.policy
         # While queued steps run this thread loads the next batch. A loader thread of its own only added hand-overs of
         # the interpreter lock.
         ahead = steps_ahead(self.step, self.engine)
@@ -470,7 +481,7 @@ class JobRunner:
             batches = between_steps(batches, steps, self.job.name, self._account)
         try:
             while True:
-                if self._safepoint.state is State.REQUESTED:
+                if self._safepoint.state is State.REQUESTED or policy.held:
                     self._serve()
                 try:
                     batch = next(batches)
@@ -516,12 +527,13 @@ class JobRunner:
         return None
 
     def _held_up(self) -> bool:
-        # Readers of the same data do not wait for a job that itself waits for what other jobs hold (memory, lanes, its
+        # Readers of the same data do not wait for a job that is held, or waits for what other jobs hold (memory, lanes, its
         # turn in a study): both could wait for ever.
         if self.engine is None:
             return False
         return (
             self.lease.policy.opportunistic
+            or self.lease.policy.held
             or self.engine.reservations.clock is not None
             or self.engine.reservations.waits(self._thread)
         )

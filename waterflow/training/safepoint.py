@@ -27,7 +27,7 @@ class JobEnded(CheckpointError):
 class Safepoint:
     """Requests of other threads, and the job's own thread that serves them. Thread-safe.
 
-    Only the job's thread calls ``serve``, ``stand``, ``go_on`` and ``end``.
+    Only the job's thread calls ``serve``, ``stand``, ``stand_by``, ``go_on`` and ``end``.
     """
 
     def __init__(self, job: str) -> None:
@@ -50,6 +50,7 @@ class Safepoint:
         with self._lock:
             self._requests[made], answer = what, self._answer
             self._comes_back &= what != "suspend"
+            self._changed.notify_all()
         if answer is not None:
             self._settle([made], answer)
         return made
@@ -102,6 +103,23 @@ class Safepoint:
             # Outside the lock, as it takes the engine's locks. A suspend() since then clears _comes_back, so it is
             # checked again above.
             room = self._comes_back and has_room()
+
+    def stand_by(self, check: Callable[[], None], held: Callable[[], bool], copies: bool = True) -> None:
+        """Wait while ``held()`` returns True, or until there is a request, with ``copies`` also for one; ``check`` is as in ``stand``."""
+
+        def goes_on() -> bool:
+            return any(copies or what != "copy" for what in self._requests.values()) or not held()
+
+        while True:
+            with self._lock:
+                if self._changed.wait_for(goes_on, POLL_SECONDS):
+                    return
+            check()
+
+    def look_again(self) -> None:
+        """Let the job, if it stands by, look whether it is held."""
+        with self._lock:
+            self._changed.notify_all()
 
     def resume(self) -> None:
         """Resume a suspended job. Raises CheckpointError if it is not suspended."""

@@ -301,12 +301,13 @@ class Gandiva(Policy):
         # Packing pays if the speeds of all add up to more than the 1.0 that taking turns gives them together.
         for group in list(self._packs):
             newcomer = group.tried
-            # A packing on trial is judged once all of its entries have reported.
-            if not group.running or not all(entry.id in self._heard for entry in group.entries if newcomer):
+            rates = [entry.rate for entry in group.entries]
+            # A packing on trial is judged once all of its entries have reported, and their speeds are known.
+            if not group.running or None in rates or not all(entry.id in self._heard for entry in group.entries if newcomer):
                 continue
             group.tried = None
             self._servers.touched[group] = None
-            if sum(entry.rate for entry in group.entries) <= 1.0:
+            if sum(filter(None, rates)) <= 1.0:
                 out = next((entry for entry in group.entries if entry.id == newcomer), group.entries[-1])
                 self._failed.setdefault(out.id, []).append(_ids(group))
                 self.book.stop(out)

@@ -81,8 +81,7 @@ class GandivaPacking(Policy):
                 continue
             self.book.start(entry, devices, "opportunistic")
             if self.undo and any(len(device.opportunistic) > 1 for device in devices):
-                self._trials[entry.id] = now + self.trial
-                entry.key = (now + self.trial, *_failed(entry))
+                self._try(entry)
 
     def notes(self) -> dict[str, Any]:
         """Return how many packings were undone."""
@@ -117,13 +116,21 @@ class GandivaPacking(Policy):
 
     def _judge(self, entry: Entry) -> None:
         for device in entry.devices:
-            if len(device.opportunistic) > 1 and sum(each.rate for each in device.residents) <= 1.0:
+            rates = [each.rate for each in device.residents]
+            if None in rates and len(rates) > 1:  # nothing is judged before all are known
+                self._try(entry)
+                return
+            if len(device.opportunistic) > 1 and sum(filter(None, rates)) <= 1.0:
                 too_slow = [sorted(each.opportunistic.keys() - {entry.id}) for each in entry.devices]
                 entry.key = (None, *_failed(entry), *too_slow)
                 self.book.stop(entry)
                 self.undone += 1
                 self._waiting.add(entry)
                 return
+
+    def _try(self, entry: Entry) -> None:
+        end = self._trials[entry.id] = self.book.now + self.trial
+        entry.key = (end, *_failed(entry))
 
     def _end_trial(self, entry: Entry) -> None:
         if self._trials.pop(entry.id, None) is not None:

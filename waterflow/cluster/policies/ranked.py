@@ -80,11 +80,13 @@ class Ranked(Policy):
         for entry in reversed(stops):
             book.stop(entry)
             self.stopped(entry)
-        for entry in starts:
+        # One that is held goes on where it is, if it can; so these choose first.
+        for entry in sorted(starts, key=lambda each: each.held_at is None):
             self._forget(entry)
-            devices = book.devices.choose(self._size_of(entry))
+            devices = book.devices.choose(self._size_of(entry), entry.held_at)
             assert devices is not None, f"{entry} was chosen, and {book.devices.free} devices are free"
             book.start(entry, devices, "guaranteed")
+        for entry in starts:
             self._running[entry.id] = entry
             self._on_start(entry)
 

@@ -158,15 +158,16 @@ def steps_of(engine: object) -> list[Any]:
         return [step for step in _all if step.engine is engine]
 
 
-def cancel_steps(steps: weakref.WeakSet[Any], reason: str) -> None:
+def cancel_steps(steps: Iterable[Any], reason: str) -> None:
     """End the steps of another thread at their next group boundary; their later calls raise JobCancelled."""
-    for step in _copied(steps):
+    for step in copied(steps):
         if step.engine is not None and step.job is not None:
             with contextlib.suppress(ValueError):  # the job has left the engine meanwhile
                 step.engine.cancel(step.job, reason)
 
 
-def _copied(steps: weakref.WeakSet[Any]) -> list[Any]:
+def copied(steps: Iterable[Any]) -> list[Any]:
+    """Return the steps of a set that another thread may change."""
     while True:
         with contextlib.suppress(RuntimeError):  # changed during the iteration, as its thread has made another step
             return list(steps)
