@@ -241,3 +241,21 @@ def _waits_held(thread: threading.Thread) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def test_a_held_loop_gives_up_where_its_memory_is_needed() -> None:
+    with Engine(lanes=2, memory="200MiB") as engine:
+        loop, asked = Loop(engine), threading.Event()
+        loop.lease.give_up = asked.set
+        loop.lease.hold(True)
+        other = engine.add_job("other")
+        wants = needs("other", engine.reservations.room - 8192, 4096)
+        claims = threading.Thread(target=engine.reservations.claim, args=(other, wants), daemon=True)
+        claims.start()
+        assert asked.wait(WAIT)
+        loop.over.set()
+        loop.lease.hold(False)
+        loop.thread.join(WAIT)
+        loop.step.close()
+        claims.join(WAIT)
+        assert not claims.is_alive()

@@ -29,6 +29,7 @@ from waterflow.executor.cancel import UserCode
 from waterflow.executor.engine import Engine, within
 from waterflow.job import Job, JobResult
 from waterflow.training.checkpoint import Checkpoint
+from waterflow.training.engine_lease import LoopLease
 from waterflow.training.runner import JobRunner, Task, draw_seed
 
 logger = logging.getLogger("waterflow")
@@ -344,6 +345,8 @@ class RunningGroup:
                 if isinstance(job, Task)
                 else JobRunner(job, process.engine, seed=seed, resume=state)
             )
+            if isinstance(runner.lease, LoopLease):  # it is begun anew later
+                runner.lease.give_up = lambda: threading.Thread(target=self.halt, args=(True,), daemon=True).start()
             runner.lease.set(self.part.priority)
             if self._held_by:
                 runner.lease.hold(True)

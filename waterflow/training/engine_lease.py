@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -59,11 +59,15 @@ class Lease(ABC):
 
 
 class LoopLease(Lease):
-    """The lease of a loop of the user's own: of all ``steps`` that it makes ``within(engine, policy=lease.policy)``."""
+    """The lease of a loop of the user's own: of all ``steps`` that it makes ``within(engine, policy=lease.policy)``.
+
+    Its memory cannot be moved. If it is held where another job needs that, ``give_up()`` is called, with the engine's locks held.
+    """
 
     def __init__(self, who: str, engine: Engine) -> None:
         super().__init__(who, engine, ResourcePolicy())
         self.steps: Iterable[Any] = ()
+        self.give_up: Callable[[], None] | None = None
         self._job: Lease | None = None
         self._lock = threading.Lock()
 
@@ -77,6 +81,7 @@ class LoopLease(Lease):
     def hold(self, held: bool) -> None:
         """See ``Lease``."""
         with self._lock:
+            self.policy.preempt = self.give_up if held else None
             super().hold(held)
             if self._job is not None:
                 self._job.hold(held)
