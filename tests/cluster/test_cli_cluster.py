@@ -73,7 +73,7 @@ def test_from_up_to_down(folder: Path) -> None:
     """A job is handed in, the cluster ends in the middle of it, and goes on."""
     state = ["--state", folder / "state"]
     try:
-        started = run("up", "--devices", "1", "--memory", "128MiB", "--lanes", "1", *state)
+        started = run("up", "--devices", "1", "--memory", "128MiB", "--lanes", "1", "--set", "window=3", *state)
         assert started.exit_code == 0, started.output
         assert "a cluster is up: 1 device(s), policy " in started.output
         assert "a cluster is up in " in run("up", *state).stderr
@@ -86,9 +86,11 @@ def test_from_up_to_down(folder: Path) -> None:
         gone = run("status", *state)
         assert gone.exit_code == 1 and "no cluster is up in " in gone.stderr
         assert f"start one: waterflow cluster up --state {folder / 'state'}" in gone.stderr
-        again = json.loads(run("up", "--json", *state).stdout)  # with the settings that it had
+        again = json.loads(run("up", "--set", "patience=7", "--json", *state).stdout)  # else with the settings that it had
         assert again["nodes"] == ["device-0"]
-        told = json.loads(run("status", "--json", *state).stdout)["jobs"][0]
+        told = json.loads(run("status", "--json", *state).stdout)
+        assert told["parameters"]["window"] == 3 and told["parameters"]["patience"] == 7
+        told = told["jobs"][0]
         assert told["id"] == "long" and told["attempts"] == 2 and told["steps"] > 0
         assert "suspended" in run("logs", "long", *state).stdout
         assert run("cancel", "long", *state).stdout == "long is cancelled\n"
@@ -218,6 +220,7 @@ def test_what_is_wrong_is_said_in_a_line(up: LiveCluster, folder: Path, argument
     [
         (["--policy", "best"], "no policy is called 'best'; there are "),
         (["--policy", "elastic_tiresias"], "changes the number of a job's devices, and a job of a live cluster runs on one"),
+        (["--set", "window"], "--set 'window': write it as NAME=VALUE"),
         (["--tenant", "us"], "--tenant must be NAME=QUOTA, such as vision=2; got 'us'"),
         (["--devices", "2", "--nodes", "a,b"], "give one of --devices, --nodes and --ray"),
         (["--nodes", "a,a"], "each with a name of its own"),
@@ -244,14 +247,49 @@ def test_a_cluster_that_lost_its_database_does_not_begin_without_it(folder: Path
     assert "Put back a copy of cluster.db; or, to begin without them, move " in ended.stderr
 
 
-def test_up_goes_on_as_it_was_until_something_else_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def state(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A state folder in which ``up`` keeps its config, and starts nothing."""
+
     def start(state: Path, config: launch.ClusterConfig) -> dict[str, object]:
+        config.check()
         state.mkdir(exist_ok=True)
         launch.config_file(state).write_text(json.dumps(asdict(config)))
         return {"nodes": [], "policy": config.policy, "pid": 0, "address": ""}
 
     monkeypatch.setattr(launch, "start", start)
-    state = folder / "state"
+    return folder / "state"
+
+
+@pytest.mark.parametrize(
+    ("policy", "given"), [("antman", "bussy=1"), ("antman", "busy=3"), ("las", "limits=[3, 2]"), ("antman", "limits=[3]")]
+)
+def test_a_wrong_parameter_gets_the_sentence_of_simulate(folder: Path, policy: str, given: str) -> None:
+    trace = Path(__file__).parents[2] / "benchmarks" / "traces" / "tiresias_60.csv"
+    told = CliRunner().invoke(app, ["simulate", str(trace), "--gpus", "16", "--policy", policy, "--set", given])
+    ended = run("up", "--state", folder / "state", "--policy", policy, "--set", given)
+    assert ended.exit_code == told.exit_code == 2 and ended.stderr == told.stderr != ""
+    assert not (folder / "state").exists()
+
+
+def test_parameters_stay_with_their_policy(state: Path) -> None:
+    for arguments, found in (
+        (["--set", "busy=0.5", "--set", "window=1e-3"], {"busy": 0.5, "window": 0.001}),
+        ([], {"busy": 0.5, "window": 0.001}),
+        (["--policy", "antman", "--set", "window=2", "--set", "one_node=true"], {"busy": 0.5, "window": 2, "one_node": True}),
+        (["--policy", "las"], {}),
+        (["--set", "by=time", "--set", "limits=[1e-5, 20]"], {"by": "time", "limits": [1e-5, 20]}),
+    ):
+        ended = run("up", "--state", state, *arguments)
+        config = launch.load_config(state)
+        assert ended.exit_code == 0 and config is not None and config.parameters == found, ended.output
+    (command,) = [line for line in run("up", "--print-unit", "--state", state).stdout.splitlines() if "ExecStart=" in line]
+    again = shlex.split(command.replace(str(state), str(state.parent / "other")))
+    assert run("up", *again[6:]).exit_code == 0
+    assert launch.load_config(state.parent / "other") == config
+
+
+def test_up_goes_on_as_it_was_until_something_else_is_said(state: Path, folder: Path) -> None:
     for arguments in (["--ray", "127.0.0.1:1", "--ray-token", "token"], []):
         assert run("up", "--state", state, *arguments).exit_code == 0
         config = launch.load_config(state)

@@ -253,6 +253,15 @@ def test_capacity_holds_devices_for_the_first_or_lets_others_overtake() -> None:
         assert bool(cluster.submit(0, guaranteed("small"))) is backfill
 
 
+def test_capacity_goes_on_with_other_parameters() -> None:
+    """What was reserved under the parameters before is given back."""
+    cluster = new(Capacity(), (2,), a=2)
+    cluster.submit(0, guaranteed("one"))
+    cluster.submit(0, guaranteed("wide", 2))
+    cluster = restarted(cluster, Capacity(backfill=True))
+    assert [action.id for action in cluster.submit(0, guaranteed("small"))] == ["small"]
+
+
 def test_capacity_without_tenants_is_fifo() -> None:
     assert _average(simulate(Capacity(), "philly_480", 64)) == 32727.0
     assert _average(simulate(Capacity(backfill=True), "philly_480", 64)) == pytest.approx(23411.0, abs=0.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -18,8 +19,10 @@ from rich.table import Table
 from rich.text import Text
 
 from waterflow.cli.output import Terminal, table
+from waterflow.cli.parameters import parameters_of, policy_of
 from waterflow.cli.references import ConfigError, find_function
 from waterflow.cluster.launch import ClusterConfig
+from waterflow.cluster.policies import POLICIES
 from waterflow.errors import CheckpointError, ClusterError, InvalidJobError, SubmissionError
 from waterflow.units import format_bytes
 
@@ -67,6 +70,8 @@ def _options(config: ClusterConfig) -> list[str]:
             continue
         if field.name == "tenants":
             found += [part for name, quota in value for part in ("--tenant", f"{name}={quota}")]
+        elif field.name == "parameters":
+            found += [part for name, given in value.items() for part in ("--set", f"{name}={json.dumps(given)}")]
         elif field.name == "beyond_loopback":
             found.append("--listen-beyond-loopback")
         elif field.name != "host":
@@ -111,6 +116,9 @@ def up(
         Path | None, typer.Option(metavar="FILE", help="The Ray cluster's token. [default: as $RAY_AUTH_TOKEN_PATH says]")
     ] = None,
     policy: Annotated[str | None, typer.Option(help="Scheduling policy: antman, fifo, las and others.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A parameter of the policy. Repeatable.")
+    ] = None,
     tenant: Annotated[
         list[str] | None, typer.Option(metavar="NAME=QUOTA", help="A tenant and its quota of devices. Repeatable.")
     ] = None,
@@ -164,7 +172,9 @@ def up(
         changes = {key: value for key, value in wanted.items() if value is not None}
         if names is not None:
             changes |= {"ray": None, "ray_token": None}  # back from a Ray cluster to devices of this machine
-        config: ClusterConfig = replace(before or launch.ClusterConfig(), **changes)  # type: ignore[arg-type]
+        stored = before or launch.ClusterConfig()
+        changes["parameters"] = _parameters(stored, policy or stored.policy, set_)
+        config: ClusterConfig = replace(stored, **changes)  # type: ignore[arg-type]
 
         if print_unit:
             config.check()
@@ -362,6 +372,16 @@ def _cluster(state: Path | None) -> Cluster:
     from waterflow.cluster.client import Cluster
 
     return Cluster(state)
+
+
+def _parameters(stored: ClusterConfig, policy: str, given: list[str] | None) -> dict[str, Any]:
+    if policy not in POLICIES:  # ``ClusterConfig.check`` says so
+        return {}
+    # Another policy has other parameters.
+    kept = stored.parameters if policy == stored.policy else {}
+    parameters = {**kept, **parameters_of([policy], given)}
+    policy_of(policy, parameters)  # for its errors
+    return parameters
 
 
 def _tenants(given: list[str] | None) -> tuple[tuple[str, int], ...] | None:

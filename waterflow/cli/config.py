@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, WrapValidator, model_validator
 from pydantic_core import PydanticCustomError
 
+from waterflow.cli.parameters import Loader
 from waterflow.cli.references import ConfigError, call, check_arguments, find_function, make, meant
 from waterflow.executor.memory_limit import parse_memory
 from waterflow.units import DEVICE, RULE, Mode, parse_seconds
@@ -214,7 +214,7 @@ def load_study(path: Path) -> StudyConfig:
 
 def _read(path: Path, form: type[_Form], command: str) -> _Form:
     try:
-        given = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        given = yaml.load(path.read_text(encoding="utf-8"), Loader=Loader)
         # Before keys are checked: with the wrong command all of them would be unknown.
         for key, own in _COMMANDS.items() if isinstance(given, dict) else ():
             if key in given and own != command:
@@ -235,13 +235,6 @@ def _read(path: Path, form: type[_Form], command: str) -> _Form:
     if folder not in sys.path:
         sys.path.insert(0, folder)
     return config
-
-
-class _Loader(yaml.SafeLoader):
-    """Reads ``1e-3`` as a number; YAML 1.1 requires ``1.0e-3``."""
-
-
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
 
 
 def _told(error: ValidationError, form: type[_Section]) -> str:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import yaml
 from rich.box import HEAVY_HEAD
 
 from waterflow.cli.output import Terminal, table
+from waterflow.cli.parameters import names_of, pairs, parameters_of, policy_of
 from waterflow.cli.references import ConfigError, meant
 from waterflow.cluster.interference import Interference, gavel_models, read_gavel_pairs
 from waterflow.cluster.model_profiles import ANTMAN_MIX, KNOWN_MODELS, draw_models
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from waterflow.cluster.summary import Summary
 
 OVERHEADS = tuple(field.name for field in dataclasses.fields(Overheads))
-_GIVEN = ("scaling",)  # policy parameters with their own option
 
 
 def simulate(
@@ -64,9 +63,9 @@ def simulate(
         for note in workload.notes:
             terminal.say(note)
         curves = TableScaling.read(scaling, scaling_seed) if scaling else LINEAR
-        parameters = _parameters(policy, set_ or ())
-        seconds = {name: _number(text, name, "--overhead") for name, text in _pairs(overhead, "--overhead", OVERHEADS)}
-        tenants = [Tenant(name, int(_number(text, name, "--quota"))) for name, text in _pairs(quota, "--quota")]
+        parameters = parameters_of(policy, set_)
+        seconds = {name: _number(text, name, "--overhead") for name, text in pairs(overhead, "--overhead", OVERHEADS)}
+        tenants = [Tenant(name, int(_number(text, name, "--quota"))) for name, text in pairs(quota, "--quota")]
         sharing = _Sharing(policy, colocation, model_seed)
         submissions = sharing.with_models(terminal, workload)
         # The last node may be smaller.
@@ -157,18 +156,6 @@ class _Sharing:
         return {"speeds": speeds, "utilization": lambda submission: model.utilization(submission.model)}
 
 
-def _pairs(given: Sequence[str] | None, option: str, known: Sequence[str] | None = None) -> list[tuple[str, str]]:
-    pairs = []
-    for text in given or ():
-        name, found, value = text.partition("=")
-        if not found or not name or not value:
-            raise ConfigError(f"{option} {text!r}: write it as NAME=VALUE")
-        if known is not None and name not in known:
-            raise ConfigError(f"{option} knows no {name!r}{meant(name, known)}")
-        pairs.append((name, value))
-    return pairs
-
-
 def _number(text: str, name: str, option: str) -> float:
     try:
         value = float(text)
@@ -179,25 +166,12 @@ def _number(text: str, name: str, option: str) -> float:
     return value
 
 
-def _parameters(policies: Sequence[str], given: Sequence[str]) -> dict[str, Any]:
-    known = {name: None for policy in policies for name in _names(policy)}
-    # As in a config: 3 is a number, true a flag.
-    return {name: yaml.safe_load(value) for name, value in _pairs(given, "--set", list(known))}
-
-
-def _names(policy: str) -> list[str]:
-    return [name for name in inspect.signature(POLICIES[policy]).parameters if name not in _GIVEN]
-
-
 def _policy(name: str, parameters: dict[str, Any], scaling: Any) -> Policy:
-    own = {key: value for key, value in parameters.items() if key in _names(name)}
+    own = {key: value for key, value in parameters.items() if key in names_of(name)}
     if "scaling" in inspect.signature(POLICIES[name]).parameters:
         # Policies and simulator must assume the same curves.
         own["scaling"] = scaling
-    try:
-        return POLICIES[name](**own)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"policy {name!r} with {own}: {error}") from None
+    return policy_of(name, own)
 
 
 def _show(terminal: Terminal, title: str, summaries: dict[str, Summary]) -> None:

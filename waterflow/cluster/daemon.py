@@ -23,7 +23,7 @@ from waterflow.cluster.backend import Backend
 from waterflow.cluster.endpoint import Endpoint, make_token
 from waterflow.cluster.launch import ClusterConfig, config_file
 from waterflow.cluster.local import LocalBackend
-from waterflow.cluster.policies import POLICIES
+from waterflow.cluster.policies import make_policy
 from waterflow.cluster.service import Service
 from waterflow.cluster.state import address_file, check_whole, hold, make_folder, private, store_file, token_file, work_folder
 from waterflow.cluster.store import Store
@@ -68,7 +68,7 @@ def serve(folder: Path, config: ClusterConfig, ready: Callable[[dict[str, Any]],
         check_whole(folder)
         store = Store(store_file(folder))
         token = make_token(token_file(folder))
-        policy = POLICIES[config.policy]()
+        policy = make_policy(config.policy, config.parameters)
         tenants = [Tenant(name, quota) for name, quota in config.tenants]
         made = make_backend(config, folder)
         try:

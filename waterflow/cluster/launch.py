@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from waterflow.cluster.endpoint import check_address
-from waterflow.cluster.policies import POLICIES
+from waterflow.cluster.policies import POLICIES, make_policy
 from waterflow.cluster.state import log_file, make_folder, private
 from waterflow.errors import ClusterError
 from waterflow.executor.memory_limit import parse_memory
@@ -29,7 +30,7 @@ class ClusterConfig:
     ``nodes`` are the names of its devices, each a process of its own; with ``ray``, the address of a running Ray cluster,
     they are all of its GPUs. ``ray_token`` is the file with that cluster's token, unless the environment names it. ``device``
     is the kind of device, one of ``DEVICES``. ``memory`` limits each device, in bytes or as text. ``tenants`` are (name,
-    quota in devices) pairs; without any, every tenant may submit.
+    quota in devices) pairs; without any, every tenant may submit. ``parameters`` are arguments of the policy, of JSON types.
     """
 
     nodes: tuple[str, ...] = ("device-0",)
@@ -44,6 +45,7 @@ class ClusterConfig:
     beyond_loopback: bool = False
     ray: str | None = None
     ray_token: str | None = None
+    parameters: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
         """Raise ClusterError or InvalidJobError if a field is invalid."""
@@ -54,6 +56,7 @@ class ClusterConfig:
                 f"policy {self.policy!r} changes the number of a job's devices, and a job of a live cluster runs on one; take "
                 "las, or try it in simulate"
             )
+        make_policy(self.policy, self.parameters)
         if not self.nodes or len(set(self.nodes)) < len(self.nodes):
             raise ClusterError(f"a cluster needs one device at least, each with a name of its own; got {list(self.nodes)}")
         names = [name for name, _ in self.tenants]

@@ -168,8 +168,8 @@ class Scheduler:
     ) -> Scheduler:
         """Return a scheduler that decides as the one did that had ``notes`` and, as ``rows``, these entries.
 
-        ``rows`` are those of ``Book.put_back``, ``policy`` a new one of the same class and parameters. Raises ValueError for
-        the notes of another policy.
+        ``rows`` are those of ``Book.put_back``, ``policy`` a new one of the same class; with other parameters than before it
+        decides by these from here on. Raises ValueError for the notes of another policy.
         """
         if notes["policy"] != policy.name:
             raise ValueError(f"the state is of policy {notes['policy']!r}, not {policy.name!r}; take the same policy")

@@ -40,7 +40,8 @@ class BusyError(ClusterError):
 class Service:
     """A running cluster: a scheduler, its store and its backend. Thread-safe; ``start()`` begins its loop.
 
-    If the store has a state, the service continues from it: ``policy`` must then be the same, and ``tenants`` may not differ.
+    If the store has a state, the service continues from it: ``policy`` must then be of the same class, and ``tenants`` may not
+    differ.
     ``clock`` returns seconds; default: the system's time since boot.
     """
 

@@ -21,6 +21,7 @@ def cluster_status(
     """Return the status of nodes, tenants and jobs; ``devices`` and ``live`` are those of the ``Reconciler``."""
     return {
         "policy": scheduler.policy.name,
+        "parameters": dict(scheduler.policy.parameters),
         "now": now,
         "nodes": [_node(node, devices.get(node.name), jobs) for node in nodes],
         "tenants": [

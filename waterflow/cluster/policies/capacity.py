@@ -71,7 +71,7 @@ class Capacity(Policy):
         """Cover runs by free quota, then start submissions within quotas, then all others."""
         book = self.book
         # Reservations are made anew in each decision: two jobs that keep devices from each other would wait for ever.
-        for entry in [entry for entry in book.entries.values() if entry.reserved] if not self.backfill else ():
+        for entry in {device.reserved: None for device in book.devices if device.reserved is not None}:
             book.unreserve(entry)
         self._cover()
         vacant = Pool(device for device in book.devices if not device.residents)
