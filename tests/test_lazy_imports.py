@@ -27,7 +27,9 @@ def run(code: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "arguments", ["status", "logs x", "cancel x", "down", "up --devices 2 --policy none"], ids=lambda text: text.split()[0]
+    "arguments",
+    ["status", "logs x", "cancel x", "set x --quota 2GiB", "down", "up --devices 2 --policy none"],
+    ids=lambda text: text.split()[0],
 )  # fmt: skip
 def test_what_talks_to_a_cluster_needs_no_torch(arguments: str, tmp_path: Path) -> None:
     code = f"""
@@ -139,6 +141,6 @@ for _ in range(2):
     try:
         wf.train
     except ImportError as error:
-        print("torch 0.0.1 is installed; build it again" in str(error))
+        print("torch 0.0.1 is installed: run make build" in str(error))
 """
     assert run(code) == "True\nTrue"

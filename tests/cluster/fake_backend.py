@@ -32,7 +32,7 @@ class FakeDevice:
             part = self.parts.get(which)
             if request.kind == "start":
                 self.backend.started(self, request)
-                self.parts.setdefault(which, Part(*which, "beginning", request.priority, held=request.held))
+                self.parts.setdefault(which, Part(*which, "beginning", request.priority, held=request.held, quota=request.quota))
             elif part is None:
                 continue
             elif request.kind == "stop":
@@ -40,7 +40,7 @@ class FakeDevice:
             elif request.kind == "set":
                 if part.priority != request.priority:
                     self.backend.told_priorities.append((request.id, request.priority))
-                self.parts[which] = replace(part, priority=request.priority, held=request.held)
+                self.parts[which] = replace(part, priority=request.priority, held=request.held, quota=request.quota)
             elif request.kind == "checkpoint":
                 self.backend.asked_to_save.append(request.id)
             elif part.phase == "ended":

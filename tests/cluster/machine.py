@@ -103,6 +103,23 @@ class ClusterMachine(RuleBasedStateMachine):
         self.carry_out(self.tell("cancel", id))
         assert id not in self.where
 
+    @precondition(lambda self: self.open and self.scheduler.policy.priorities)
+    @rule(data=st.data(), guaranteed=st.booleans())
+    def set_priority(self, data: st.DataObject, guaranteed: bool) -> None:
+        """As its user may; a guaranteed one must find quota and devices."""
+        id = data.draw(st.sampled_from(sorted(self.open)))
+        entry, priority = self.scheduler.book.entries[id], "guaranteed" if guaranteed else "opportunistic"
+        try:
+            actions = self.tell("set_priority", id, priority)
+        except SubmissionError:
+            assert guaranteed and (self.quotas is not None or entry.state == "running")
+            if self.twin is not None:
+                with pytest.raises(SubmissionError):
+                    self.twin.set_priority(self.now, id, "guaranteed")
+            return
+        self.carry_out(actions)
+        assert entry.submission.priority == priority
+
     @precondition(lambda self: self.where)
     @rule(data=st.data(), utilization=st.floats(0, 1), rate=st.floats(0.1, 1))
     def report(self, data: st.DataObject, utilization: float, rate: float) -> None:

@@ -215,6 +215,26 @@ def test_what_is_wrong_is_said_in_a_line(up: LiveCluster, folder: Path, argument
     assert line.startswith("waterflow: ") and said in line
 
 
+def test_a_job_is_changed(up: LiveCluster) -> None:
+    assert run("submit", "code.py:long", "--id", "changed").exit_code == 0
+    changed = run("set", "changed", "--quota", "50%", "--priority", "opportunistic")
+    assert changed.stdout == "changed: opportunistic, quota 128.0 MiB\n", changed.output
+    told = json.loads(run("set", "changed", "--priority", "guaranteed", "--json").stdout)
+    assert (told["id"], told["priority"], told["quota"]) == ("changed", "guaranteed", 128 << 20)
+    for arguments, said in (
+        (["changed"], "job 'changed': nothing is to be changed; give a quota, a priority, or both"),
+        (["changed", "--quota", "2GiB"], "exceeds the engine's limit of 268435456"),
+        (["changed", "--quota", "2 parsecs"], "job 'changed': quota must be bytes"),
+        (["changed", "--priority", "high"], "priority must be 'guaranteed' or 'opportunistic'; got 'high'"),
+        (["nobody", "--quota", "1MiB"], "no job is called 'nobody'"),
+    ):
+        ended = run("set", *arguments)
+        (line,) = ended.stderr.splitlines()
+        assert ended.exit_code == 2 and line.startswith("waterflow: ") and said in line
+    run("cancel", "changed")
+    assert run("set", "changed", "--quota", "1MiB").exit_code == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import pytest
 import waterflow as wf
 from tests.cluster.conftest import LiveCluster
 from tests.cluster.live_jobs import failing, job, same_bits, undisturbed
+from tests.executor.test_quotas import batches, between, job as quota_job
 from waterflow.cluster.endpoint import EndpointError, check_address, make_token, read_token
 from waterflow.cluster.state import address_file, token_file
 from waterflow.errors import ClusterError, InvalidJobError, JobCancelled, SubmissionError
@@ -105,6 +106,46 @@ def test_a_job_that_fails_says_why(client: wf.Cluster) -> None:
     bad.loss = lambda output, target: output.no_such_attribute
     with pytest.raises(AttributeError, match="no_such_attribute"):
         client.result(client.submit(bad), timeout=PATIENCE)
+
+
+def gated(folder: Path, gates: tuple[int, ...]) -> wf.Job:
+    """A job with activations that stands still before some of its batches, each until a file of that number is there."""
+
+    def data() -> Iterator[Any]:
+        for number, batch in enumerate(batches("mlp", 24)):
+            while number in gates and not (folder / str(number)).exists():
+                time.sleep(0.02)
+            yield batch
+
+    return quota_job(data=data, epochs=1)
+
+
+@pytest.mark.slow
+def test_quota_and_priority_of_a_job_that_runs(client: wf.Cluster, tmp_path: Path) -> None:
+    """Lowered to a reduced form of its step, raised again, and made guaranteed, with the bits that it has alone."""
+    made = gated(tmp_path, (6, 12, 18))
+    id, low = client.submit(made, priority="opportunistic"), between("mlp", 0.2)
+
+    def memory_at(gate: int) -> int:
+        wait_until(lambda: client.status(id)["steps"] >= gate - 2)
+        return int(client.status(id)["memory"])
+
+    whole = memory_at(6)
+    assert whole > low
+    told = client.set(id, quota=low)
+    assert (told["quota"], told["priority"]) == (low, "opportunistic")
+    (tmp_path / "6").touch()
+    wait_until(lambda: memory_at(12) <= low)
+    told = client.set(id, quota="50%", priority="guaranteed")
+    assert (told["quota"], told["priority"]) == (128 << 20, "guaranteed")
+    (tmp_path / "12").touch()
+    wait_until(lambda: memory_at(18) == whole)
+    assert client.set(id, priority="opportunistic")["priority"] == "opportunistic"
+    (tmp_path / "18").touch()
+    same_bits(client.result(id, timeout=PATIENCE)[0], undisturbed(made))
+    assert client.status(id)["attempts"] == 1
+    with pytest.raises(SubmissionError, match="has ended, or is about to"):
+        client.set(id, quota=low)
 
 
 def test_cancel(client: wf.Cluster) -> None:
@@ -235,6 +276,7 @@ def test_what_makes_no_sense_is_refused(shared_cluster: LiveCluster) -> None:
         ("POST", "/jobs", {"X-Submission": '{"id": "z", "colour": 1}'}, 400, "a submission has no 'colour'"),
         ("POST", "/jobs", {"X-Submission": '{"id": "z"}', "Content-Length": str(1 << 40)}, 413, "at most 900.0 MiB are taken"),
         ("POST", "/jobs", {"X-Submission": '{"id": "' + "z" * 60_000 + '"}'}, 400, "a job's id is 1 to 100"),
+        ("POST", "/jobs/none/set", {}, 400, "the body must be quota, priority or both, by name, as JSON"),
         ("GET", "/wait?ids=none&seconds=1", {}, 400, "no job is called 'none'"),
         ("GET", "/wait?seconds=1e9", {}, 400, "seconds must be a number from 0 to 30"),
         ("GET", "/jobs/none/results", {}, 400, "no job is called 'none'"),
@@ -335,5 +377,6 @@ def test_a_node_is_killed(clusters: Callable[..., LiveCluster], tmp_path: Path) 
     assert sum(line.startswith("starts at") for line in lines) == 2 and lines.count("completed") == 1
     assert any(line.startswith("lost: node ") for line in lines)
     wait_until(lambda: all(node["alive"] for node in client.status()["nodes"]))
-    client.result(client.submit(job("after"), devices=2), timeout=PATIENCE)
+    for id in [client.submit(job(f"after {n}", seconds=1.0)) for n in range(2)]:  # one on each device
+        client.result(id, timeout=PATIENCE)
     cluster.end()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.test_service import Cluster
+from tests.cluster.test_store import check
 from waterflow.cluster.endpoint import Endpoint
 
 pytestmark = pytest.mark.slow
@@ -90,7 +91,11 @@ def test_no_request_ends_the_cluster(door: tuple[Endpoint, Cluster], seed: int) 
                 headers["Content-Length"] = chance.choice(lengths)
         else:
             method = chance.choice(["GET", "POST"])
-            rest = chance.choice(["", "/log", "/results", "/cancel", "/more"])
+            rest = chance.choice(["", "/log", "/results", "/cancel", "/set", "/more"])
+            if rest == "/set":
+                body = json.dumps(
+                    {name: chance.choice(VALUES) for name in ("quota", "priority", "\0") if chance.random() < 0.6}
+                ).encode()
             path = chance.choice([f"/jobs/{chance.choice(names)}{rest}", "/status", "/wait", "/metrics", "/", "//", "/jobs"])
             path += chance.choice(queries)
             if path.startswith("/wait") and "seconds" not in path:
@@ -101,7 +106,7 @@ def test_no_request_ends_the_cluster(door: tuple[Endpoint, Cluster], seed: int) 
     status, told = ask(endpoint, "GET", "/status", {}, b"")
     assert status == 200 and told["trouble"] is None and not cluster.service.over
     assert ask(endpoint, "POST", "/jobs", {"X-Submission": '{"id": "after"}'}, b"x")[1] == {"new": True, "id": "after"}
-    cluster.store.check()
+    check(cluster.store)
 
 
 def test_a_payload_that_sqlite_cannot_take_is_refused_before_it_is_read(door: tuple[Endpoint, Cluster]) -> None:

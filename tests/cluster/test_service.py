@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.cluster.fake_backend import FakeBackend
 from tests.cluster.test_store import check
 from waterflow.cluster.backend import Part, Request
 from waterflow.cluster.policies import POLICIES
+from waterflow.cluster.policies.antman import AntMan
 from waterflow.cluster.policies.fifo import Fifo
 from waterflow.cluster.reconciler import MOST_LOSSES, Reconciler
 from waterflow.cluster.service import BusyError, ClosedError, Service
@@ -216,6 +218,107 @@ def test_cancel(cluster: Cluster) -> None:
     assert cluster.states()["a"] == "cancelled" and not cluster.service.cancel("a")
     with pytest.raises(SubmissionError, match="no job is called 'z'"):
         cluster.service.cancel("z")
+
+
+def test_quota_and_priority_are_kept_and_requested(tmp_path: Path) -> None:
+    cluster = antman(tmp_path)
+    running(cluster)
+    cluster.service.set("a", "1MiB", "opportunistic")
+    part = cluster.backend.devices["device-0"].parts["a", 1]
+    assert (part.priority, part.quota) == ("opportunistic", 1 << 20) and len(cluster.backend.told_priorities) == 1
+    told = cluster.service.status()["jobs"][0]
+    assert (told["priority"], told["quota"]) == ("opportunistic", 1 << 20)
+    assert [line for _, _, line in cluster.store.log("a")][-1] == "goes on as opportunistic"
+    cluster.rows_are_the_book()
+    cluster.kill()
+    cluster.turn(3)
+    assert len(cluster.backend.told_priorities) == 1 and not cluster.submit("a")  # it is the same job
+    cluster.service.set("a", quota=0.5)  # of its device
+    assert cluster.backend.devices["device-0"].parts["a", 1].quota == 1 << 29
+    cluster.backend.lose("device-0")
+    cluster.turn()
+    cluster.backend.return_("device-0")
+    cluster.turn()
+    part = cluster.backend.devices["device-0"].parts["a", 2]  # what it begins with again
+    assert (part.priority, part.quota) == ("opportunistic", 1 << 29)
+    cluster.service.set("a", priority="guaranteed")
+    cluster.turn()  # it is asked when the start is answered
+    assert cluster.backend.devices["device-0"].parts["a", 2] == replace(part, priority="guaranteed")
+    cluster.store.close()
+
+
+def test_the_priority_of_a_job_that_waits(tmp_path: Path) -> None:
+    cluster = antman(tmp_path)
+    running(cluster)
+    cluster.submit("b", auto=False)
+    cluster.backend.progress("a", 1, utilization=0.1)
+    cluster.turn(12)
+    assert cluster.states()["b"] == "waiting"
+    cluster.service.set("b", "1GiB", "opportunistic")
+    cluster.kill()
+    cluster.turn()
+    assert cluster.backend.runs["b"][1] == "opportunistic"
+    cluster.backend.begin("b")
+    cluster.submit("c", auto=False)
+    cluster.submit("d", priority="opportunistic")
+    cluster.service.set("c", priority="opportunistic")
+    cluster.service.set("d", priority="guaranteed")
+    cluster.backend.end("a")
+    cluster.turn(2)
+    assert cluster.backend.runs["d"][1] == "guaranteed" and cluster.service.status()["jobs"][2]["priority"] == "opportunistic"
+    cluster.store.close()
+
+
+@pytest.mark.parametrize(
+    ("id", "asked", "said"),
+    [
+        ("x", {"quota": "1MiB"}, "no job is called 'x'"),
+        ("over", {"quota": "1MiB"}, "job 'over' has ended, or is about to: only one that waits or runs can be changed"),
+        ("leaves", {"quota": "1MiB"}, "job 'leaves' has ended, or is about to"),
+        ("low", {}, "job 'low': nothing is to be changed; give a quota, a priority, or both"),
+        ("low", {"quota": "2 parsecs"}, "job 'low': quota must be bytes as a whole number, a share"),
+        ("low", {"quota": True}, "quota must be bytes"),
+        ("low", {"quota": "2GiB", "priority": "guaranteed"}, "its quota of 2147483648 bytes exceeds .* limit of 1073741824"),
+        ("waits", {"quota": "2GiB"}, "its quota of 2147483648 bytes exceeds"),
+        ("low", {"quota": "1MiB", "priority": "high"}, "priority must be 'guaranteed' or 'opportunistic'; got 'high'"),
+        ("low", {"quota": "1MiB", "priority": "guaranteed"},
+         "takes 1 guaranteed devices; of the quota of 'us', 2, 2 are used. Leave it opportunistic, or"),
+        ("theirs", {"quota": "1MiB", "priority": "guaranteed"},
+         "'theirs' runs at device-[01]:0, which '(high|other)' has as guaranteed. Wait for its end, or"),
+        ("waits", {"priority": "guaranteed"}, "takes 1 guaranteed devices; of the quota of 'none', 0, 0 are used"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_set_is_refused(tmp_path: Path, id: str, asked: dict[str, Any], said: str) -> None:
+    tenants = Tenant("us", 2), Tenant("them", 1), Tenant("none", 0)
+    cluster = Cluster(tmp_path, 2, tenants, partial(AntMan, window=1.0))
+    for name, tenant, memory in (
+        ("over", "us", 0), ("high", "us", 0), ("other", "us", 0), ("leaves", "us", 0), ("low", "us", 0), ("theirs", "them", 0),
+        ("waits", "none", 1 << 30),
+    ):  # fmt: skip
+        guaranteed = name in ("over", "high", "other")
+        cluster.submit(name, tenant=tenant, memory=memory, priority="guaranteed" if guaranteed else "opportunistic")
+        cluster.turn(3)
+        if name in cluster.backend.runs:
+            cluster.backend.progress(name, 1, utilization=0.3)
+        if name == "over":
+            cluster.backend.end("over")
+        cluster.turn(3)
+    cluster.service.cancel("leaves")
+    before = cluster.store.entries(), cluster.backend.runs
+    assert set(before[1]) == {"high", "other", "leaves", "low", "theirs"} and cluster.states()["waits"] == "waiting"
+    with pytest.raises((SubmissionError, InvalidJobError), match=said):
+        cluster.service.set(id, **asked)
+    cluster.turn()
+    assert (cluster.store.entries(), cluster.backend.runs) == before and not cluster.backend.told_priorities
+    cluster.store.close()
+
+
+def test_a_policy_without_priorities_refuses_them(cluster: Cluster) -> None:
+    running(cluster)
+    with pytest.raises(SubmissionError, match="policy 'fifo' runs all with one priority; start another cluster, with --policy"):
+        cluster.service.set("a", priority="opportunistic")
+    cluster.service.set("a", quota=1 << 20)
+    assert cluster.backend.devices["device-0"].parts["a", 1].quota == 1 << 20
 
 
 def test_a_lost_node(cluster: Cluster) -> None:

@@ -82,7 +82,8 @@ def test_a_held_job_leaves_for_whoever_needs_its_memory(priority: Any) -> None:
         other = engine.add_job("other")
         engine.set_policy(other, ResourcePolicy(priority))
         engine.reservations.claim(other, needs("other", engine.reservations.room - 8192, 4096))
-        assert runner.suspended and runner.suspend(WAIT).steps == runner.steps
+        until(lambda: runner.suspended)
+        assert runner.suspend(WAIT).steps == runner.steps
         engine.remove_job(other)
         runner.resume()
         assert standing(runner) == runner.steps  # there is room, and it does not go on by itself
@@ -100,7 +101,8 @@ def test_a_job_that_left_comes_back_only_when_it_goes_on() -> None:
         other = engine.add_job("other")
         engine.reservations.claim(other, needs("other", engine.reservations.room - 8192, 4096))
         engine.remove_job(other)
-        assert runner.suspended and not runner.lease.has_room()
+        until(lambda: runner.suspended)
+        assert not runner.lease.has_room()
         runner.lease.hold(False)
         assert result().status == "completed" and runner.lease.times_left == 1
 

@@ -342,6 +342,22 @@ def cancel(id: Id, state: State = None, as_json: AsJson = False, debug: Debug = 
         terminal.result({"id": id, "cancelled": cancelled})
 
 
+@cluster.command("set")
+def set_(
+    id: Id,
+    quota: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of each of its jobs, such as 2GiB or 50%.")] = None,
+    priority: Annotated[str | None, typer.Option(help="Priority: guaranteed or opportunistic.")] = None,
+    state: State = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Change the quota or the priority of a job that waits or runs."""
+    with Terminal(as_json, debug) as terminal, _wrong_use():
+        told = _cluster(state).set(id, quota, cast(Any, priority))
+        terminal.say(f"{id}: {told['priority']}" + (f", quota {format_bytes(told['quota'])}" if told["quota"] else ""))
+        terminal.result(told)
+
+
 @cluster.command()
 def down(state: State = None, as_json: AsJson = False, debug: Debug = False) -> None:
     """End a cluster. Running jobs are saved, and resume when it is up again."""

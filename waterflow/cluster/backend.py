@@ -40,7 +40,8 @@ class Part:
     the share of all steps, 0 to 1, None if the length of the data is not known. ``pace`` is steps a second, lately, 0.0 before it
     is known, ``rate`` that as a share of its pace alone, and ``waited`` the share of the time in which it waited for memory.
     ``memory`` is the bytes that its jobs hold or claim, ``seconds`` the time since this start, ``saved`` the steps in the last
-    checkpoint of this run, None before the first. A part that is ``held`` begins no step, and its time does not pass.
+    checkpoint of this run, None before the first. A part that is ``held`` begins no step, and its time does not pass. ``quota`` is
+    the bytes that each of its jobs was given by a request; None: what the job says.
     """
 
     id: str
@@ -59,6 +60,7 @@ class Part:
     seconds: float = 0.0
     saved: int | None = None
     held: bool = False
+    quota: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +85,10 @@ class DeviceState:
 class Request:
     """A request to a device about one run of a job. Its effect shows in the device's state.
 
-    ``start`` trains the jobs of a payload that is in the shared folder, from the checkpoints there, with ``priority``; ``held``
-    lets them begin no step until they are told to go on. ``stop`` ends them after their current steps, with ``suspend`` behind a
-    checkpoint. ``checkpoint`` writes one besides the periodic ones. ``set`` changes ``priority`` and ``held``. ``forget`` drops a
-    run that has ended.
+    ``start`` trains the jobs of a payload that is in the shared folder, from the checkpoints there, with ``priority``, and with
+    ``quota``, the bytes of each of them, unless it is None; ``held`` lets them begin no step until they are told to go on. ``stop``
+    ends them after their current steps, with ``suspend`` behind a checkpoint. ``checkpoint`` writes one besides the periodic ones.
+    ``set`` changes ``priority``, ``quota`` and ``held``. ``forget`` drops a run that has ended.
     """
 
     kind: Literal["start", "stop", "checkpoint", "set", "forget"]
@@ -95,6 +97,7 @@ class Request:
     priority: Priority = "guaranteed"
     suspend: bool = False
     held: bool = False
+    quota: int | None = None
 
 
 class Inbox:

@@ -210,6 +210,23 @@ class Cluster:
         """End a job; return False if it had ended already."""
         return bool(self._json("POST", _of(id) + "/cancel")["cancelled"])
 
+    @explained("set", 'cluster.set(id, quota="2GiB")', SubmissionError)
+    def set(self, id: str, quota: int | float | str | None = None, priority: Priority | None = None) -> dict[str, Any]:
+        """Change a job that waits or runs, from its next step on; return its status.
+
+        Args:
+            id: The job's id.
+            quota: Memory of each of the jobs handed in with it, as ``Job(quota=)``; a share is of its device.
+            priority: As in ``submit``. What runs stays where it is.
+
+        Raises:
+            InvalidJobError: ``quota`` is no memory or more than the device has, or ``priority`` is none.
+            SubmissionError: The job is unknown or has ended, neither is given, the policy knows no priorities, or a guaranteed
+                job finds no quota of its tenant, or another guaranteed job on its device.
+        """
+        told: dict[str, Any] = self._json("POST", _of(id) + "/set", json.dumps({"quota": quota, "priority": priority}).encode())
+        return told
+
     def logs(self, id: str, follow: bool = False) -> Iterator[str]:
         """Yield the lines of a job's log, with times; with ``follow`` until the job has ended."""
         after = 0

@@ -260,6 +260,16 @@ class _Handler(BaseHTTPRequestHandler):
     def cancel(self, id: str) -> dict[str, Any]:
         return {"cancelled": self.service.cancel(id)}
 
+    def set(self, id: str) -> dict[str, Any]:
+        try:
+            given = json.loads(self._body(LARGEST_SUBMISSION))
+        except (ValueError, RecursionError):
+            given = None
+        if not isinstance(given, dict) or not given.keys() <= {"quota", "priority"}:
+            raise _Refused(400, "the body must be quota, priority or both, by name, as JSON")
+        self.service.set(id, **given)
+        return self.job(id)
+
     def down(self) -> dict[str, Any]:
         self.door.wanted_down.set()
         return {"pid": os.getpid()}
@@ -295,4 +305,4 @@ _GET = [
     ("/wait", "wait"),
     ("/metrics", "prometheus"),
 ]
-_POST = [("/jobs", "submit"), (_JOB + "/cancel", "cancel"), ("/wait", "wait"), ("/down", "down")]
+_POST = [("/jobs", "submit"), (_JOB + "/cancel", "cancel"), (_JOB + "/set", "set"), ("/wait", "wait"), ("/down", "down")]

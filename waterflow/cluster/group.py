@@ -94,7 +94,7 @@ class RunningGroup:
 
     def __init__(self, start: Request, process: Process, tell: Callable[[], None], fenced: Callable[[], None]) -> None:
         self.id, self.run = start.id, start.run
-        self.part = Part(start.id, start.run, "beginning", start.priority, held=start.held)
+        self.part = Part(start.id, start.run, "beginning", start.priority, held=start.held, quota=start.quota)
         self._held_by = {"asked"} if start.held else set()
         self._held_since, self._was_held = time.monotonic(), 0.0  # seconds
         self._process = process
@@ -196,13 +196,17 @@ class RunningGroup:
             self._next_save = now + self._pause
             threading.Thread(target=self.save, daemon=True).start()
 
-    def set_priority(self, priority: Priority) -> None:
-        """Set the priority of all jobs in the engine."""
-        self._change(priority=priority)
+    def set(self, priority: Priority, quota: int | None) -> None:
+        """Set the priority of all jobs in the engine, and the bytes of each unless ``quota`` is None."""
+        self._change(priority=priority, quota=quota)
         with self._lock:
             runners = list(self._runners.values())
         for runner in runners:
-            runner.lease.set(priority)
+            self._set(runner)
+
+    def _set(self, runner: JobRunner) -> None:
+        quota = self.part.quota  # it may be above the limit of this device: then it is all of it
+        runner.lease.set(self.part.priority, None if quota is None else min(quota, self._process.engine.limit))
 
     def hold(self, by: str, held: bool) -> None:
         """Let its jobs begin no further step, or go on, as ``by`` wants it: they are held while anybody wants it.
@@ -347,7 +351,7 @@ class RunningGroup:
             )
             if isinstance(runner.lease, LoopLease):  # it is begun anew later
                 runner.lease.give_up = lambda: threading.Thread(target=self.halt, args=(True,), daemon=True).start()
-            runner.lease.set(self.part.priority)
+            self._set(runner)
             if self._held_by:
                 runner.lease.hold(True)
             self._runners[number] = runner

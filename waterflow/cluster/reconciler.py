@@ -326,12 +326,15 @@ class Reconciler:
             return
         if stays:
             assert entry is not None
+            quota = entry.submission.quota
             if part is None:
-                ask = Request("start", job.id, job.attempts, entry.priority, held=held)
-            elif part.phase != "ended" and (part.held != held or (not held and part.priority != entry.priority)):
-                if not held and part.priority != entry.priority:
-                    self.store.say(job.id, self._now, f"goes on as {entry.priority}")
-                ask = Request("set", job.id, job.attempts, part.priority if held else entry.priority, held=held)
+                ask = Request("start", job.id, job.attempts, entry.priority, held=held, quota=quota)
+            elif part.phase != "ended":
+                priority = part.priority if held else entry.priority  # one that is held has none in the book
+                if priority != part.priority:
+                    self.store.say(job.id, self._now, f"goes on as {priority}")
+                if (part.priority, part.held, part.quota) != (priority, held, quota):
+                    ask = Request("set", job.id, job.attempts, priority, held=held, quota=quota)
         elif part is None:
             self._gone(job, "its start came to nothing", "stopped")
         elif part.phase != "ended":
@@ -361,7 +364,7 @@ class Reconciler:
         self.store.change(job.id, state="starting", attempts=run)
         self.store.say(job.id, self._now, f"starts at {node}:{device} as {entry.priority}, attempt {run}")
         self._losses.began(job.id, self._now, start=True)
-        self._asks.append((node, Request("start", job.id, run, entry.priority)))
+        self._asks.append((node, Request("start", job.id, run, entry.priority, quota=entry.submission.quota)))
 
     def _not_known(self, node: str, part: Part) -> None:
         # The row is about another run, or there is none.

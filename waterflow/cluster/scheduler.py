@@ -7,12 +7,14 @@ back. Each event returns the actions to carry out, in this order.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from waterflow.cluster.book import Book
+from waterflow.cluster.book import Book, Entry
 from waterflow.cluster.policies.base import Policy
-from waterflow.cluster.submission import Action, Node, Report, Stop, Submission, Tenant
+from waterflow.cluster.submission import Action, Node, Priority, Report, Stop, Submission, Tenant
 from waterflow.errors import SubmissionError
+from waterflow.units import check_priority
 
 
 class Scheduler:
@@ -105,6 +107,31 @@ class Scheduler:
         entry.alone = alone
         self.book.changed.add(id)
         return stops + self._after(now, True, decide)
+
+    def set_priority(self, now: float, id: str, priority: Priority, decide: bool = True) -> list[Action]:
+        """Let a submission have another priority, as if it had been submitted with it; an unknown id changes nothing.
+
+        Raises SubmissionError or InvalidJobError, and changes nothing, if the policy knows no priorities, or if quota or devices
+        are not free for a guaranteed one.
+        """
+        self._at(now)
+        entry = self.book.entries.get(id)
+        if entry is None:
+            return []
+        self._refuse_priority(entry, priority)
+        if entry.priority == entry.submission.priority == priority:
+            return []
+        actions: list[Action] = []
+        self.book.actions = actions
+        if entry.state == "running":
+            self.book.set_priority(entry, priority)
+        else:
+            self.book.unreserve(entry)
+            entry.priority, entry.waiting_since = priority, now
+        entry.submission = replace(entry.submission, priority=priority)
+        self.book.changed.add(id)
+        self.policy.priority_changed(entry)
+        return actions + self._after(now, True, decide)
 
     def node_lost(self, now: float, node: str, decide: bool = True) -> list[Action]:
         """Remove a node. Its submissions wait again; their workers on other nodes are stopped."""
@@ -229,4 +256,28 @@ class Scheduler:
                 raise SubmissionError(
                     f"{about} asks for {submission.devices} guaranteed devices; the quota of {submission.tenant!r} is "
                     f"{quota}. Ask for fewer, or let it run as opportunistic (auto=True)"
+                )
+
+    def _refuse_priority(self, entry: Entry, priority: Priority) -> None:
+        book, about = self.book, f"submission {entry.id!r}"
+        if not self.policy.priorities:
+            raise SubmissionError(
+                f"{about}: policy {self.policy.name!r} runs all with one priority; start another cluster, with --policy antman"
+            )
+        check_priority(about, priority)
+        if priority in ("opportunistic", entry.priority):
+            return
+        quota = book.tenants[entry.tenant].quota if book.tenants else entry.wanted
+        used = 0 if entry.state == "waiting" else book.held.get(entry.tenant, 0)
+        if entry.wanted > quota - used:
+            raise SubmissionError(
+                f"{about} takes {entry.wanted} guaranteed devices; of the quota of {entry.tenant!r}, {quota}, {used} are used. "
+                "Leave it opportunistic, or let another one of the tenant be that first"
+            )
+        for device in entry.devices:
+            other = device.guaranteed or device.reserved
+            if other is not None and other is not entry:
+                raise SubmissionError(
+                    f"{about} runs at {device.place[0]}:{device.place[1]}, which {other.id!r} has as guaranteed. Wait for its "
+                    "end, or let that one be opportunistic first"
                 )

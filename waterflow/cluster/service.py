@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,10 @@ from waterflow.cluster.reconciler import JobFault, Reconciler
 from waterflow.cluster.scheduler import Scheduler
 from waterflow.cluster.status import cluster_status, job_status
 from waterflow.cluster.store import NOT_NOW, JobRecord, Store
-from waterflow.cluster.submission import Submission, Tenant
+from waterflow.cluster.submission import Priority, Submission, Tenant
 from waterflow.errors import ClusterError, InvalidJobError, SubmissionError
+from waterflow.executor.memory_limit import parse_quota
+from waterflow.units import format_bytes
 
 logger = logging.getLogger("waterflow")
 
@@ -136,6 +140,29 @@ class Service:
                 return False
             self.jobs.cancel(self.now(), job)
         return True
+
+    def set(self, id: str, quota: int | float | str | None = None, priority: Priority | None = None) -> None:
+        """Change the quota of each of a job's jobs, or its priority, from now on; None leaves either as it is.
+
+        Raises SubmissionError or InvalidJobError, and changes nothing, if neither is given, the job is unknown or has ended, the
+        quota is above the memory of its device, or ``Scheduler.set_priority`` refuses.
+        """
+        with self._turn():
+            job = self.record(id)
+            entry = self.scheduler.book.entries.get(id)
+            if entry is None:
+                raise SubmissionError(f"job {id!r} has ended, or is about to: only one that waits or runs can be changed")
+            if quota is None and priority is None:
+                raise SubmissionError(f"job {id!r}: nothing is to be changed; give a quota, a priority, or both")
+            memory = max((node.memory for node in self.backend.nodes() if job.node in (None, node.name)), default=0)
+            parsed = parse_quota(f"job {id!r}", quota, memory or None)
+            if priority is not None:
+                self.scheduler.set_priority(self.now(), id, priority, decide=False)
+            if parsed is not None:
+                entry.submission = replace(entry.submission, quota=parsed)
+            self.store.change(id, submission=json.dumps(entry.submission.to_dict()))
+            told = [priority or entry.priority, *([f"quota {format_bytes(parsed)}"] if parsed is not None else [])]
+            self.store.say(id, self.now(), f"is to be {', '.join(told)}")
 
     def record(self, id: str) -> JobRecord:
         """Return a job's record. Raises SubmissionError for an unknown id."""

@@ -41,6 +41,7 @@ def job_status(now: float, job: JobRecord, part: Part | None) -> dict[str, Any]:
         "tenant": job.tenant,
         "state": job.state,
         "priority": job.priority,
+        "quota": job.submission.get("quota"),
         "devices": job.submission["devices"],
         "places": [[job.node, job.device]] if job.node is not None else [],
         "submitted": job.submitted,

@@ -56,7 +56,9 @@ State = Literal["waiting", "starting", "running", "held", "stopping", "completed
 PLACED: tuple[State, ...] = ("starting", "running", "held", "stopping")
 ENDED: tuple[State, ...] = ("completed", "failed", "cancelled")
 
-_CHANGE = frozenset(["state", "started", "ended", "attempts", "losses", "steps", "reason", "results", "ran", "unsaved_since"])
+_CHANGE = frozenset(
+    ["state", "started", "ended", "attempts", "losses", "steps", "reason", "results", "ran", "unsaved_since", "submission"]
+)
 _AS_JSON = ("key", "places", "reserved")  # of what the book has of a job; ``places`` is NULL for one that is not in the book
 # One parameter for any number of values: SQLite limits the number of parameters.
 _AMONG = "{} IN (SELECT value FROM json_each(?))"
@@ -113,7 +115,7 @@ def too_large(size: int, most: int) -> str:
 
 def digest_of(submission: dict[str, Any], payload: bytes, checkpoint: str | None = None) -> str:
     """Return a digest of a submission: two submissions with one id must agree in request, payload and checkpoint."""
-    later = ("time_limit",)  # fields that older versions did not have
+    later = ("time_limit", "quota")  # fields that older versions did not have
     asked = {key: value for key, value in submission.items() if key != "submitted" and not (key in later and value is None)}
     found = hashlib.sha256(json.dumps(asked, sort_keys=True).encode())
     found.update(_CLASS_NUMBER.sub(b"", payload))
@@ -298,7 +300,7 @@ class Store:
         self._run("DELETE FROM payloads WHERE id = ?", (id,))
 
     def change(self, id: str, **values: Any) -> None:
-        """Set fields of one job; the fields of its submission cannot change."""
+        """Set fields of one job; ``submission`` is JSON text, and its digest stays that of the job as it was handed in."""
         assert values.keys() <= _CHANGE
         columns = ", ".join(f"{name} = ?" for name in values)
         self._run(f"UPDATE jobs SET {columns} WHERE id = ?", (*values.values(), id))

@@ -34,7 +34,7 @@ class Submission:
     A guaranteed submission with ``auto`` may run as an opportunistic one while its quota is used up. ``memory`` is the bytes
     that it needs on each device (0: not known), ``model`` its name in tables of interference and scaling, ``duration`` the
     seconds that it takes alone on the devices asked for, which only a simulation knows. ``time_limit`` is the seconds of all
-    its runs together after which a live cluster ends it.
+    its runs together after which a live cluster ends it, ``quota`` the bytes that each of its jobs was given since.
     """
 
     id: str
@@ -47,6 +47,7 @@ class Submission:
     duration: float | None = None
     submitted: float = 0.0
     time_limit: float | None = None
+    quota: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields by name, as JSON types."""

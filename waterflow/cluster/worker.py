@@ -113,7 +113,7 @@ class Worker:
         elif request.kind == "checkpoint":
             threading.Thread(target=group.save, daemon=True).start()  # saving waits for the ends of steps
         elif request.kind == "set":
-            group.set_priority(request.priority)
+            group.set(request.priority, request.quota)
             group.hold("asked", request.held)
         elif group.part.phase == "ended":
             del self._groups[which]

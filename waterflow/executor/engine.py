@@ -21,8 +21,8 @@ from waterflow.errors import InvalidJobError, JobCancelled, explained
 from waterflow.executor.cancel import LentLane, Turn, has_limit, time_does_not_count
 from waterflow.executor.cores import usable_cores
 from waterflow.executor.interference import InterferenceController, Starvation
-from waterflow.executor.memory_limit import free_memory, more_than_free, parse_limit, parse_memory, reserve_of
-from waterflow.executor.policy import ResourcePolicy, parse_quota
+from waterflow.executor.memory_limit import free_memory, more_than_free, parse_limit, parse_memory, parse_quota, reserve_of
+from waterflow.executor.policy import ResourcePolicy
 from waterflow.executor.program.capture_budget import TrialLengths
 from waterflow.executor.reservations import Reservations, too_large
 from waterflow.executor.stats import Account, EngineStats

@@ -116,6 +116,26 @@ def parse_memory(memory: int | float | str | None, available: int | None = None)
     return bytes_
 
 
+def parse_quota(what: str, quota: int | float | str | None, limit: int | None = None) -> int | None:
+    """Return the bytes of a quota given as a number of bytes, text like "4GiB", or a share of the engine's ``limit``.
+
+    Raises InvalidJobError, which names ``what``, for any other value and for a quota above the limit.
+    """
+    if quota is None:
+        return None
+    try:
+        bytes_ = parse_memory(quota, limit)
+    except InvalidJobError:
+        raise InvalidJobError(
+            f"{what}: quota must be bytes as a whole number, a share in (0, 1] of the memory limit, or text like '4GiB'; got {quota!r}"
+        ) from None
+    if limit is not None and bytes_ > limit:
+        raise InvalidJobError(
+            f"{what}: its quota of {bytes_} bytes exceeds the engine's limit of {limit}; lower quota= or raise memory="
+        )
+    return bytes_
+
+
 def parse_limit(memory: int | float | str | None, available: int | None = None, least: int = 1 << 12) -> int:
     """Parse a limit as ``parse_memory`` does; raise InvalidJobError for a number below ``least`` that lacks a unit."""
     limit = parse_memory(memory, available)

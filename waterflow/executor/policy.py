@@ -6,9 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from waterflow.errors import InvalidJobError
 from waterflow.executor.cancel import doing, time_does_not_count
-from waterflow.executor.memory_limit import parse_memory
 from waterflow.partition.plan.plan import Plan
 from waterflow.units import Priority
 
@@ -76,23 +74,3 @@ class Preempted(Exception):
 
 
 GUARANTEED = ResourcePolicy()  # the policy of jobs that have none set
-
-
-def parse_quota(what: str, quota: int | float | str | None, limit: int | None = None) -> int | None:
-    """Return the bytes of a quota given as a number of bytes, text like "4GiB", or a share of the engine's ``limit``.
-
-    Raises InvalidJobError, which names ``what``, for any other value and for a quota above the limit.
-    """
-    if quota is None:
-        return None
-    try:
-        bytes_ = parse_memory(quota, limit)
-    except InvalidJobError:
-        raise InvalidJobError(
-            f"{what}: quota must be bytes as a whole number, a share in (0, 1] of the memory limit, or text like '4GiB'; got {quota!r}"
-        ) from None
-    if limit is not None and bytes_ > limit:
-        raise InvalidJobError(
-            f"{what}: its quota of {bytes_} bytes exceeds the engine's limit of {limit}; lower quota= or raise memory="
-        )
-    return bytes_

@@ -11,7 +11,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from waterflow.executor.engine import Engine
-from waterflow.executor.policy import Preempted, ResourcePolicy, parse_quota
+from waterflow.executor.memory_limit import parse_quota
+from waterflow.executor.policy import Preempted, ResourcePolicy
 from waterflow.executor.program.ownership import copied
 from waterflow.job import Job
 from waterflow.partition.plan.plan import Plan

@@ -38,6 +38,7 @@ class AntMan(Policy):
     name = "antman"
     beyond_quotas = True
     sharing = "controlled"
+    priorities = True
 
     def __init__(self, busy: float = 0.8, window: float = 10.0, patience: float = 600.0, one_node: bool = False) -> None:
         if not 0 < busy <= 1:
@@ -83,6 +84,13 @@ class AntMan(Policy):
             self._extra.add(entry)
         elif entry.submission.auto:
             self._impatient.append((entry.waiting_since, entry))  # sorted, as time does not go back
+
+    def priority_changed(self, entry: Entry) -> None:
+        """Let an entry that waits do so in the other queue; one that runs has not turned any more."""
+        self._turned.pop(entry.id, None)
+        if entry.state == "waiting":
+            self._queues.setdefault(entry.tenant, Waiting()).drop(entry)
+            self.submitted(entry)
 
     def ended(self, entry: Entry) -> None:
         """Forget the entry; queues pass over entries that no longer wait."""
@@ -294,4 +302,5 @@ def _load(device: Device) -> tuple[float, int]:
 
 def _still_patient(since: float, entry: Entry) -> bool:
     # Its item may be of an earlier wait, or it may have turned opportunistic for want of devices that it could ever have.
-    return entry.state == "waiting" and entry.waiting_since == since and not entry.key
+    patient = entry.submission.priority == "guaranteed" and not entry.key
+    return patient and entry.state == "waiting" and entry.waiting_since == since

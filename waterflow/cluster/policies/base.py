@@ -23,6 +23,7 @@ class Policy(ABC):
     name: ClassVar[str]
     beyond_quotas: ClassVar[bool] = False  # runs also submissions larger than their tenant's whole quota
     sharing: ClassVar[Sharing] = "none"
+    priorities: ClassVar[bool] = False  # it looks at the priorities of submissions, which may change
     book: Book
 
     def attach(self, book: Book) -> None:
@@ -62,6 +63,9 @@ class Policy(ABC):
 
     def set_apart(self, entry: Entry) -> None:  # noqa: B027
         """A waiting entry must share devices with no other from now on."""
+
+    def priority_changed(self, entry: Entry) -> None:  # noqa: B027
+        """An entry that waits or runs has another priority, as if it had been submitted with it."""
 
     @abstractmethod
     def ended(self, entry: Entry) -> None:

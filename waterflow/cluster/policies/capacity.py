@@ -26,6 +26,7 @@ class Capacity(Policy):
     """
 
     name = "capacity"
+    priorities = True
 
     def __init__(self, preempt: bool = False, elastic: bool = True, backfill: bool = False, keep: bool = False) -> None:
         self.preempt = preempt
@@ -62,6 +63,17 @@ class Capacity(Policy):
             self._extra.add(entry)
         else:
             self._queues.setdefault(entry.tenant, Waiting()).add(entry)
+
+    def priority_changed(self, entry: Entry) -> None:
+        """Let an entry that waits do so in the other queue; devices of one that runs are lent, or no more."""
+        if entry.state == "waiting":
+            for queue in (self._extra, *self._queues.values()):
+                queue.drop(entry)
+            self.submitted(entry)
+        elif entry.priority == "guaranteed":
+            self._take_back(entry)
+        elif entry.id not in self._beyond:
+            self._lend(entry)
 
     def ended(self, entry: Entry) -> None:
         """Take back the devices lent to the entry. Queues pass over entries that no longer wait."""
