@@ -74,12 +74,14 @@ def test_one_that_was_never_alone_gets_a_window_alone() -> None:
     assert device.paces.alone is None and device.now < 12
 
 
-def test_one_that_has_no_steps_alone_stays_unknown() -> None:
+def test_one_that_has_too_few_steps_alone_stays_unknown() -> None:
     device = Device()
     device.come("a", 20.0)
     device.run(5)
-    device.come("b", 0.1)  # it reads its data, say
-    device.run(1)
+    device.come("b", 0.5)  # it reads its data, say
+    device.run(3)
+    assert device.paces.alone is None  # it has not begun
+    device.run(5, lambda: device.paces.alone == "b")
     assert device.paces.alone == "b"
     device.run(ALONE_SECONDS + 0.5, lambda: device.paces.alone is None)
     assert device.paces.alone is None
@@ -97,6 +99,29 @@ def test_a_guaranteed_job_is_never_held_for_a_measurement() -> None:
     device.protected.clear()
     device.run(1)
     assert device.paces.alone is not None
+
+
+def test_one_whose_window_alone_was_cut_short_gets_another() -> None:
+    device = Device()
+    device.come("a", 20.0)
+    device.run(5)
+    device.come("b", 10.0)
+    device.run(5, lambda: device.paces.alone == "b")
+    device.held = {"b"}  # its turn ends
+    device.run(3)
+    assert device.paces.alone is None
+    device.held.clear()
+    device.run(10, lambda: device.paces.of("b").rate is not None)
+    assert device.paces.of("b").rate is not None
+
+
+def test_long_steps_of_a_neighbour_are_no_time_alone() -> None:
+    device = Device()
+    device.come("a", 40.0)
+    device.run(5)
+    device.come("b", 1.0)  # a step of two seconds beside a: in most windows none ends
+    device.run(60)
+    assert device.paces.of("a").rate == 0.5
 
 
 def test_a_window_goes_on_over_turns() -> None:

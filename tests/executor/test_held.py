@@ -91,6 +91,54 @@ def test_a_held_job_leaves_for_whoever_needs_its_memory(priority: Any) -> None:
         assert_same(result(), alone)
 
 
+def test_a_job_that_is_held_for_a_measurement_gives_nothing_up() -> None:
+    with Engine(lanes=2, memory="200MiB") as engine:
+        runner = JobRunner(job("job", epochs=40, priority="opportunistic"), engine)
+        result = in_thread(engine, runner)
+        until(lambda: runner.steps > 3)
+        runner.lease.hold(True, yields=False)
+        standing(runner)
+        other = engine.add_job("other")
+        engine.set_policy(other, ResourcePolicy("opportunistic"))
+        wants = needs("other", engine.reservations.room - 8192, 4096)
+        claims = threading.Thread(target=engine.reservations.claim, args=(other, wants), daemon=True)
+        claims.start()
+        until(lambda: engine.reservations.waits(claims.ident))
+        assert standing(runner) == runner.steps and not runner.suspended
+        runner.lease.hold(True)
+        claims.join(WAIT)
+        assert not claims.is_alive()
+        engine.remove_job(other)
+        runner.lease.hold(False)
+        assert result().status == "completed"
+
+
+def test_a_job_held_at_the_end_of_an_epoch_can_be_copied_before_its_evaluation() -> None:
+    settings: dict[str, Any] = {"epochs": 3, "evaluate": total}
+    alone = wf.train([job("job", **settings)], lanes=1)[0]
+    with Engine(lanes=2, memory="200MiB") as engine:
+        reached = threading.Event()
+
+        def data() -> Iterator[Any]:
+            yield from batches()
+            if not reached.is_set():
+                runner.lease.hold(True)
+                reached.set()
+
+        runner = JobRunner(job("job", data=data, **settings), engine)
+        result = in_thread(engine, runner)
+        assert reached.wait(WAIT)
+        copy = runner.snapshot(WAIT)
+        assert copy.steps == 24 and not copy.state["metrics"]
+        runner.lease.hold(False)
+        ended = result()
+        assert_same(ended, alone)
+        assert ended.metrics == alone.metrics
+    resumed = JobRunner(job("job", **settings), resume=copy).run()
+    assert_same(resumed, alone)
+    assert resumed.metrics == alone.metrics
+
+
 def test_a_job_that_left_comes_back_only_when_it_goes_on() -> None:
     with Engine(lanes=2, memory="200MiB") as engine:
         runner = JobRunner(job("job", epochs=40), engine)

@@ -218,13 +218,22 @@ class RunningGroup:
                 return
             before, now = bool(self._held_by), time.monotonic()
             (self._held_by.add if held else self._held_by.discard)(by)
+            for runner in self._runners.values():
+                self._hold(runner)
             if before != bool(self._held_by):
-                for runner in self._runners.values():
-                    runner.lease.hold(held)
                 self._was_held += 0.0 if held else now - self._held_since
                 self._held_since = now
         if by == "asked":
             self._change(held=held)
+
+    def _hold(self, runner: JobRunner) -> None:
+        # For a measurement, which is short, nobody gives up memory.
+        runner.lease.hold(bool(self._held_by), "asked" in self._held_by)
+
+    def _give_up(self) -> None:
+        # A loop has no checkpoint: it is begun anew later. Called with the engine's locks held.
+        with contextlib.suppress(RuntimeError):
+            threading.Thread(target=self.halt, args=(True,), daemon=True).start()
 
     def steps(self) -> int:
         """Return the steps of all jobs, counted from their beginning."""
@@ -237,9 +246,9 @@ class RunningGroup:
     def seen(self) -> Seen:
         """Return what its jobs have done so far."""
         with self._lock:
-            runners, held = list(self._runners.values()), bool(self._held_by)
-        waited = sum(map(_waited, runners))
-        return Seen(self.steps(), waited, self.part.phase == "training" and not held, self.part.priority == "guaranteed")
+            runners, held_by = list(self._runners.values()), set(self._held_by)
+        protected = self.part.priority == "guaranteed" and "asked" not in held_by
+        return Seen(self.steps(), sum(map(_waited, runners)), self.part.phase == "training" and not held_by, protected)
 
     def measure(self, pace: Pace) -> None:
         """Note its progress, and its pace."""
@@ -349,11 +358,10 @@ class RunningGroup:
                 if isinstance(job, Task)
                 else JobRunner(job, process.engine, seed=seed, resume=state)
             )
-            if isinstance(runner.lease, LoopLease):  # it is begun anew later
-                runner.lease.give_up = lambda: threading.Thread(target=self.halt, args=(True,), daemon=True).start()
+            if isinstance(runner.lease, LoopLease):
+                runner.lease.give_up = self._give_up
             self._set(runner)
-            if self._held_by:
-                runner.lease.hold(True)
+            self._hold(runner)
             self._runners[number] = runner
         result: JobResult | None = None
         try:
@@ -442,5 +450,5 @@ def _memory(runner: JobRunner) -> int:
 
 def _waited(runner: JobRunner) -> float:
     with contextlib.suppress(AttributeError):  # it has no step yet, or is one of a loop
-        return runner.step.account["waiting for memory"]  # type: ignore[union-attr]
+        return runner.step.account.get("waiting for memory", 0.0)  # type: ignore[union-attr]
     return 0.0

@@ -84,16 +84,16 @@ class Losses:
             self._further_since.pop(id, None)
         self._store.change(id, unsaved_since=now)
 
-    def lost(self, now: float, jobs: Sequence[JobRecord], reached: Mapping[str, int]) -> list[str]:
+    def lost(self, now: float, jobs: Sequence[JobRecord], reached: Mapping[str, int], alone: bool) -> list[str]:
         """Record that a device was lost under ``jobs``; return the ids of those that must run alone from now on.
 
-        ``reached`` are the steps that each had reported.
+        ``reached`` are the steps that each had reported, ``alone`` says that nobody else was there, held or not.
         """
         # One number for all jobs on the device: when one of them is the cause, the loss is explained for all.
         number = 1 + max((loss.number for losses in self._by_job.values() for loss in losses), default=0)
         for job in jobs:
             ran = max(0.0, now - job.unsaved_since) if job.unsaved_since is not None else 0.0
-            loss = Loss(number, job.id, len(jobs) == 1, ran, job.steps, max(job.steps, reached.get(job.id, 0)))
+            loss = Loss(number, job.id, alone, ran, job.steps, max(job.steps, reached.get(job.id, 0)))
             self._store.add_loss(*astuple(loss))
             self._note(loss)
             self._running_since.pop(job.id, None)

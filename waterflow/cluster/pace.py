@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 WINDOW_SECONDS, WINDOW_STEPS = 0.5, 5  # a window has both at least
@@ -41,18 +41,19 @@ class _Job:
     solo: deque[float] = field(default_factory=lambda: deque(maxlen=SOLO))
     beside: deque[float] = field(default_factory=lambda: deque(maxlen=BESIDE))
     told: Pace = Pace()
+    began: bool = False  # it has done a step
     tried: bool = False  # to give it a window alone
     seconds: float = 0.0  # of its window
     steps: int = 0
     waited: float = 0.0
-    others: int = 0  # steps of other jobs in it
+    others: int = 0  # steps of held jobs in it, which were under way
 
     def begin_window(self) -> None:
         self.seconds, self.steps, self.waited, self.others = 0.0, 0, 0.0, 0
 
     def end_window(self) -> None:
         pace = self.steps / self.seconds
-        if not self.others:
+        if not self.company and not self.others:
             self.solo.append(pace)
         self.beside.append(pace)
         rate = median(self.beside) / median(self.solo) if self.solo and self.company else 1.0 if self.solo else None
@@ -64,8 +65,8 @@ class Paces:
     """Windows of the jobs of one device. A clock passes the time in, in seconds; not thread-safe.
 
     A window goes on over turns in which its job is held, and is dropped when its company changes: the other jobs that train. A rate
-    is the median pace of the last windows beside this company over that of the last windows in which no other job had a step.
-    ``alone`` is the job that is to be measured alone now, while all others are held: one that was never alone.
+    is the median pace of the last windows beside this company over that of the last windows alone. ``alone`` is the job that is to
+    be measured alone now, while all others are held: one that has done steps, and never without company.
     """
 
     def __init__(self) -> None:
@@ -84,10 +85,12 @@ class Paces:
         seconds, self._looked = now - self._looked, now
         self._jobs = {job: self._jobs.get(job) or _Job(one) for job, one in seen.items()}
         training = frozenset(job for job, one in seen.items() if one.trains)
-        done = {job: max(0, one.steps - self._jobs[job].seen.steps) for job, one in seen.items()}
+        # Counts of other threads: one may look smaller for a moment.
+        done = {id: max(0, one.steps - self._jobs[id].seen.steps) for id, one in seen.items()}
         for id, one in seen.items():
             job, before = self._jobs[id], self._jobs[id].seen
-            job.seen = one
+            job.seen = replace(one, steps=before.steps + done[id])
+            job.began |= done[id] > 0
             if id not in training:
                 continue
             if (company := training - {id}) != job.company:
@@ -98,23 +101,23 @@ class Paces:
                 job.seconds += seconds
                 job.steps += done[id]
                 job.waited += max(0.0, one.waited - before.waited)
-                job.others += sum(done.values()) - done[id]
+                job.others += sum(done.values()) - sum(done[other] for other in training)
                 if job.seconds >= WINDOW_SECONDS and job.steps >= WINDOW_STEPS:
                     job.end_window()
         self._training = training
         self._choose(now, seen)
 
     def _choose(self, now: float, seen: Mapping[Hashable, Seen]) -> None:
-        protected = any(one.trains and one.protected for one in seen.values())
+        protected = any(one.protected for one in seen.values())
         if self.alone is not None:
             one = self._jobs.get(self.alone)
             if one is None or one.solo or protected or not one.seen.trains or now >= self._until:
-                if one is not None and protected:
-                    one.tried = bool(one.solo)  # it is tried again when the device is shared freely
+                if one is not None and now < self._until:
+                    one.tried = bool(one.solo)  # it was not given its time
                 self.alone = None
         if self.alone is None and not protected and len(self._training) > 1:
-            unknown = (id for id in seen if id in self._training and not (self._jobs[id].solo or self._jobs[id].tried))
-            self.alone = next(unknown, None)
+            jobs = ((id, self._jobs[id]) for id in seen if id in self._training)
+            self.alone = next((id for id, job in jobs if job.began and not (job.solo or job.tried)), None)
             if self.alone is not None:
                 self._jobs[self.alone].tried = True
                 self._until = now + ALONE_SECONDS

@@ -172,10 +172,10 @@ class Reconciler:
         self.scheduler.node_lost(self._now, node, decide=False)
         if blame:
             there = [job for job in self.store.placed() if (job.node, job.epoch) == (node, epoch)]
-            # One that was held did nothing.
-            lost = [job for job in there if job.state != "held" and not self.backend.folder.has_ended(job.id, job.attempts)]
+            idle = {id for id, part in self.live.items() if part.held}
+            lost = [j for j in there if j.id not in idle and not self.backend.folder.has_ended(j.id, j.attempts)]
             reached = {job.id: self.live[job.id].steps if job.id in self.live else 0 for job in lost}
-            for id in self._losses.lost(self._now, lost, reached):
+            for id in self._losses.lost(self._now, lost, reached, alone=len(there) == 1):
                 self._alone(id, True, "may be the reason that devices are lost: it runs alone, until that is known")
 
     def _left_behind(self, job: JobRecord, why: str) -> None:
@@ -225,7 +225,7 @@ class Reconciler:
             return
         if how != "lost":
             return
-        self.store.change(job.id, losses=job.losses + 1)
+        self.store.change(job.id, losses=job.losses + (job.state != "held"))
         reason = self._losses.reason(job.id)
         if reason is not None:
             freed = self._losses.explained(job.id)
@@ -310,6 +310,7 @@ class Reconciler:
         if stays and (job.state == "held") != held and job.state != "starting":
             self.store.change(job.id, state="held" if held else "running")
             self.store.say(job.id, self._now, "is held until its next turn" if held else "goes on")
+            self._losses.began(job.id, self._now, start=False)  # the time in which it was held says nothing
         in_book = self.scheduler.book.entries.get(job.id)
         known = in_book is not None
         if in_book is not None:

@@ -136,7 +136,8 @@ class Worker:
             busy, since = total, now
             with self._lock:
                 groups = {which: group for which, group in self._groups.items() if group.part.phase != "ended"}
-            paces.look(time.monotonic(), {which: group.seen() for which, group in groups.items()})
+                seen = {which: group.seen() for which, group in groups.items()}
+            paces.look(time.monotonic(), seen)
             for which, group in groups.items():
                 try:
                     group.hold("measured", paces.alone not in (None, which))
@@ -149,9 +150,10 @@ class Worker:
     def _pace(self, group: RunningGroup, pace: Pace) -> Pace:
         # The interference controller compares steps of guaranteed jobs with and without others all the time.
         control = self._engine.interference
-        if group.part.priority == "opportunistic" or control is None or not control.present:
+        if group.part.priority == "opportunistic" or control is None or control.slowdown is None:
             return pace
-        return replace(pace, rate=1 / (1 + max(0.0, control.slowdown)))
+        beside = any(policy.opportunistic for _, policy in self._engine.reservations.policies())
+        return replace(pace, rate=1 / (1 + max(0.0, control.slowdown))) if beside else pace
 
     def _exit_fenced(self) -> None:
         logger.error("node %r, epoch %d, was declared lost; it ends", self._process.node, self._process.epoch)

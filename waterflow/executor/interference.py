@@ -131,7 +131,7 @@ class InterferenceController:
     lanes: ThrottledLanes
     allowed: Allowed = Allowed()
     now: Callable[[], float] = time.perf_counter
-    slowdown: float = 0.0  # of the median, as last seen
+    slowdown: float | None = None  # of the median, as last seen beside these guaranteed jobs
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -179,7 +179,7 @@ class InterferenceController:
             self._times.pop(job, None)  # the others' windows do not wait for it
         if not self._last:
             if not self._free:
-                self._free = True
+                self._free, self.slowdown = True, None
                 self.lanes.set_rates(1.0, 1.0)
             return
         if self._free or (self._alone and not self._last.keys() <= self._jobs):  # nothing is known of the job that came
@@ -223,6 +223,7 @@ class InterferenceController:
             if self._alone.keys() != self._jobs:
                 self._jobs = frozenset(self._alone)
                 self.control.forget()
+                self.slowdown = None
                 self._tails.clear()
                 self._windows = []
         else:

@@ -27,7 +27,7 @@ class ResourcePolicy:
     that it may claim. ``preempt()`` asks the job to leave the device at its next step boundary, and to return when there is
     room; it does not wait. None means that the job cannot be preempted, for the reason in ``stays``. ``at_boundary`` is the
     thread that is between two steps of the job: if it waits for memory, it can leave from there. A job that is ``held`` begins no
-    step, and claims no memory, until it ``goes_on``; what it has is the first to be given to others.
+    step, and claims no memory, until it ``goes_on``; if it ``yields``, what it has is the first to be given to others.
     """
 
     priority: Priority = "guaranteed"
@@ -37,6 +37,7 @@ class ResourcePolicy:
     at_boundary: int | None = None
     quota_changed: bool = False  # after the job began: a step above its quota then waits, and is not refused
     goes_on: threading.Event = field(default_factory=_set_event)
+    yields: bool = False
 
     @property
     def opportunistic(self) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 from waterflow import _C
 from waterflow.errors import JobCancelled, MemoryLimitError
+from waterflow.executor.cancel import time_does_not_count
 from waterflow.executor.memory_limit import Claim, Need, needed as needed_by
 from waterflow.executor.policy import GUARANTEED, Preempted, ResourcePolicy
 from waterflow.executor.virtual_clock import VirtualClock, current_worker
@@ -143,7 +144,8 @@ class Reservations:
                         if policy.at_boundary == owner:
                             raise Preempted(plan)
                         self._waiting.pop(owner, None)
-                        self._changed.wait(timeout=0.1)
+                        with time_does_not_count():
+                            self._changed.wait(timeout=0.1)
                         continue
                     self._waiting[owner] = (job, wanted, height)
                     making_way = self._ask_for_room(job, wanted, height, policy)
@@ -360,10 +362,10 @@ class Reservations:
             self._give_way()
             return True
         leaving = sorted(
-            (self.policy_of(j).held, c.bytes + c.height, j)
+            (self.policy_of(j).yields, c.bytes + c.height, j)
             for j, c in self._claims.items()
             if j != job
-            and (self.policy_of(j).held or (c.opportunistic and not policy.opportunistic))
+            and (self.policy_of(j).yields or (c.opportunistic and not policy.opportunistic))
             and self._can_be_preempted(j)
         )
         gone = self._enough_of((each for _, _, each in reversed(leaving)), job, wanted, height, policy) if leaving else None

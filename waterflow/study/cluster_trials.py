@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 import traceback
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -81,7 +82,8 @@ class TrialRunner:
         self._resume = resume
         self._code = UserCode()
         self._inner: JobRunner | None = None
-        self._in_loop = 0  # the most steps that its own loop was seen to have done
+        self._in_loop = 0  # steps that its own loop was seen to have done, and those of each Step of it
+        self._of_step: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self.lease = LoopLease(task.name, engine)
         self._halted: str | None = None
         self._lock = threading.Lock()
@@ -165,8 +167,11 @@ class TrialRunner:
         """The number of steps of its job, or of its own loop."""
         if self._inner is not None:
             return self._inner.steps
-        self._in_loop = max(self._in_loop, sum(step.steps for step in copied(self.lease.steps)))
-        return self._in_loop
+        with self._lock:
+            for step in copied(self.lease.steps):
+                self._in_loop += step.steps - self._of_step.get(step, 0)
+                self._of_step[step] = step.steps
+            return self._in_loop
 
     @property
     def step(self) -> Any:

@@ -49,11 +49,13 @@ class Lease(ABC):
             self.policy.quota_changed = True
         self._apply()
 
-    def hold(self, held: bool) -> None:
+    def hold(self, held: bool, yields: bool = True) -> None:
         """Let no further step begin, or with ``held=False`` go on. Does not wait for a step that has begun.
 
-        What a held job has in memory is kept until another job needs it; then the job leaves, and comes back once it goes on.
+        What a held job has in memory is kept; if it ``yields``, until another job needs it: then the job leaves, and comes back once
+        it goes on.
         """
+        self.policy.yields = held and yields
         (self.policy.goes_on.clear if held else self.policy.goes_on.set)()
         if self._engine is not None:
             self._engine.reservations.look_again()
@@ -62,7 +64,7 @@ class Lease(ABC):
 class LoopLease(Lease):
     """The lease of a loop of the user's own: of all ``steps`` that it makes ``within(engine, policy=lease.policy)``.
 
-    Its memory cannot be moved. If it is held where another job needs that, ``give_up()`` is called, with the engine's locks held.
+    Its memory cannot be moved. If it yields where another job needs that, ``give_up()`` is called, with the engine's locks held.
     """
 
     def __init__(self, who: str, engine: Engine) -> None:
@@ -79,19 +81,19 @@ class LoopLease(Lease):
             if self._job is not None:
                 self._job.set(priority, quota)
 
-    def hold(self, held: bool) -> None:
+    def hold(self, held: bool, yields: bool = True) -> None:
         """See ``Lease``."""
         with self._lock:
-            self.policy.preempt = self.give_up if held else None
-            super().hold(held)
+            self.policy.preempt = self.give_up if held and yields else None
+            super().hold(held, yields)
             if self._job is not None:
-                self._job.hold(held)
+                self._job.hold(held, yields)
 
     def hand_on(self, job: Lease) -> None:
         """Let the lease of a job have what was set, and will be: the loop has returned it."""
         with self._lock:
             job.set(self.policy.priority, self.policy.quota)
-            job.hold(self.policy.held)
+            job.hold(self.policy.held, self.policy.yields)
             self._job = job
 
     def _apply(self) -> None:
@@ -127,9 +129,9 @@ class EngineLease(Lease):
     def _apply(self) -> None:
         self.enter(self._step)
 
-    def hold(self, held: bool) -> None:
+    def hold(self, held: bool, yields: bool = True) -> None:
         """See ``Lease``. The job waits at its safepoint, where it can be copied."""
-        super().hold(held)
+        super().hold(held, yields)
         self._safepoint.look_again()
 
     def leave(self) -> None:

@@ -391,17 +391,16 @@ class JobRunner:
         self._losses += self._steps.losses()
         self._stand_by()
 
-    def _stand_by(self, copies: bool = True) -> None:
-        # Leaves if that is requested, and waits while it is held.
+    def _stand_by(self) -> None:
+        # Is copied and leaves if that is requested, and waits while it is held.
         policy = self.lease.policy
         while True:
-            if copies:
-                self._safepoint.serve(self._checkpoint, suspend=False)
+            self._safepoint.serve(self._checkpoint, suspend=False)
             self._preempt()
             if not policy.held:
                 return
             with time_does_not_count():
-                self._safepoint.stand_by(self._check_stop, lambda: policy.held, copies)
+                self._safepoint.stand_by(self._check_stop, lambda: policy.held)
 
     def _preempt(self) -> None:
         checkpoint = self._safepoint.serve(lambda: self._checkpoint(move=True, stays=True), suspend=True)
@@ -432,6 +431,8 @@ class JobRunner:
             epoch, losses = self._epoch, self._train_epoch()
             check_finite(self.job, epoch, losses)
             self._check_stop()
+            if self.lease.policy.held:
+                self._stand_by()
             metrics = self._evaluate() or {"loss": sum(losses) / len(losses)}
             self._metrics.append(metrics)
             if self._scheduler is not None and self.job.scheduler_interval == "epoch":
@@ -465,7 +466,7 @@ class JobRunner:
                 if isinstance(self.step, ShardedStep) and metrics is not None:
                     self.step.take_over_buffers()
                 return metrics
-            self._stand_by(copies=False)  # the epoch is not over yet
+            self._stand_by()
 
     def _train_epoch(self) -> list[float]:
         assert self.step is not None and self._batches is not None and self._memory is not None
@@ -488,7 +489,8 @@ class JobRunner:
                 except StopIteration:
                     break
                 self._check_stop()
-                if (pending := self._submit(batch)) is None:  # the job is to leave: it waits in _serve()
+                # The job is to leave, or was held while the batch came: it waits in _serve().
+                if policy.held or (pending := self._submit(batch)) is None:
                     self._batches.put_back(batch)
                     continue
                 steps.add(pending)

@@ -104,15 +104,11 @@ class Safepoint:
             # checked again above.
             room = self._comes_back and has_room()
 
-    def stand_by(self, check: Callable[[], None], held: Callable[[], bool], copies: bool = True) -> None:
-        """Wait while ``held()`` returns True, or until there is a request, with ``copies`` also for one; ``check`` is as in ``stand``."""
-
-        def goes_on() -> bool:
-            return any(copies or what != "copy" for what in self._requests.values()) or not held()
-
+    def stand_by(self, check: Callable[[], None], held: Callable[[], bool]) -> None:
+        """Wait while ``held()`` returns True, or until there is a request; ``check`` is as in ``stand``."""
         while True:
             with self._lock:
-                if self._changed.wait_for(goes_on, POLL_SECONDS):
+                if self._changed.wait_for(lambda: self._requests or not held(), POLL_SECONDS):
                     return
             check()
 
