@@ -1,10 +1,10 @@
 """Workers and the scheduler of a cluster killed at random, while one of the jobs ends its device each time that it runs.
 
-    python -m benchmarks.cluster_kills [--jobs 200] [--kills 40] [--devices 3] [--seed 0]
+    python -m benchmarks.cluster_kills [--jobs 200] [--kills 40] [--devices 3] [--seed 0] [--policy antman] [--set NAME=VALUE]
 
-``waterflow cluster up --policy antman`` on this machine, and small jobs of both priorities, handed in at once. Whenever another
-part of them has ended comes the next SIGKILL: to the process of a device, to the scheduler (which is started again), or to
-both at once. One of the jobs aborts or ends with a segmentation fault at a step that ``seed`` draws.
+``waterflow cluster up`` with this policy, and these parameters of it, on this machine, and small jobs of both priorities, handed in at
+once. Whenever another part of them has ended comes the next SIGKILL: to the process of a device, to the scheduler (which is started
+again), or to both at once. One of the jobs aborts or ends with a segmentation fault at a step that ``seed`` draws.
 
 All jobs but that one must complete, with the bits of an undisturbed run: none may be lost, and none trained by two processes at
 a time, or told of twice. The one that ends its devices must fail, and no other with it. Prints the counts; exits with 1 where
@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -100,11 +100,12 @@ class Counts:
 class Trial:
     """A cluster in processes of its own, and who is killed."""
 
-    def __init__(self, folder: Path, devices: int, chance: random.Random) -> None:
+    def __init__(self, folder: Path, devices: int, chance: random.Random, policy: str, chosen: Sequence[str]) -> None:
         self.folder, self.chance = folder, chance
         self.command = [
             sys.executable, "-m", "waterflow", "cluster", "up", "--json", "--state", str(folder), "--devices", str(devices),
-            "--policy", "antman", "--memory", "256MiB", "--lanes", "1", "--checkpoint-seconds", "0.5",
+            "--policy", policy, "--memory", "256MiB", "--lanes", "1", "--checkpoint-seconds", "0.5",
+            *(part for each in chosen for part in ("--set", each)),
         ]  # fmt: skip
         self.client = wf.Cluster(folder, patience=60.0)
         self.counts = Counts()
@@ -157,8 +158,10 @@ def same(one: wf.JobResult, other: wf.JobResult) -> bool:
     return all(torch.equal(value, other.state_dict[name]) for name, value in one.state_dict.items())
 
 
-def run(jobs: int, kills: int, devices: int, seed: int, say: Callable[[str], None]) -> Counts:
-    """Run all of it once."""
+def run(
+    jobs: int, kills: int, devices: int, seed: int, say: Callable[[str], None], policy: str = "antman", chosen: Sequence[str] = (),
+) -> Counts:  # fmt: skip
+    """Run all of it once. ``chosen`` are parameters of the policy, as NAME=VALUE."""
     chance = random.Random(seed)
     crasher, ends_at, abort = chance.randrange(jobs // 2), chance.randrange(1, STEPS), chance.random() < 0.5
     began = time.monotonic()
@@ -167,7 +170,7 @@ def run(jobs: int, kills: int, devices: int, seed: int, say: Callable[[str], Non
         apart = folder / "alone"
         apart.mkdir()
         alone = list(wf.train([job(n, 0.0, apart) for n in range(jobs)], lanes=1))
-        trial = Trial(folder / "cluster", devices, chance)
+        trial = Trial(folder / "cluster", devices, chance, policy, chosen)
         counts = trial.counts
         counts.jobs = jobs
         try:
@@ -229,9 +232,12 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--devices", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--policy", default="antman")
+    parser.add_argument("--set", dest="chosen", action="append", default=[], metavar="NAME=VALUE")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    counts = run(given.jobs, given.kills, given.devices, given.seed, lambda line: print(line, flush=True))
+    asked = given.policy, given.chosen
+    counts = run(given.jobs, given.kills, given.devices, given.seed, lambda line: print(line, flush=True), *asked)
     for name, value in asdict(counts).items():
         print(f"{name.replace('_', ' '):20} {value}")
     raise SystemExit(0 if counts.good() else 1)

@@ -55,6 +55,7 @@ _PUBLIC = {
     "Part": "backend",
     "RayBackend": "ray",
     "RayEnvironment": "ray_share",
+    "Request": "backend",
     "Service": "service",
     "Store": "store",
     "Summary": "summary",
