@@ -201,12 +201,7 @@ class LocalBackend(OwnNodes):
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(path)
             listener.listen()
-            options: dict[str, object] = {
-                "node": child.node,
-                "epoch": epoch,
-                "folder": self.folder.path,
-                "outlive": self._outlive,
-            }
+            options = {"node": child.node, "epoch": epoch, "folder": self.folder.path, "outlive": self._outlive}
             options |= {"listener": listener.fileno(), "settings": settings_as_text(child.settings)}
             command = [sys.executable, "-c", "from waterflow.cluster.worker import main; main()"]
             command += [text for name, value in options.items() for text in (f"--{name}", str(value))]

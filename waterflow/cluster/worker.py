@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 
 from waterflow.cluster.backend import DeviceState, Inbox, Request
 from waterflow.cluster.group import Process, RunningGroup
-from waterflow.cluster.pace import Pace, Paces
+from waterflow.cluster.pace import Pace, Paces, Seen
 from waterflow.cluster.shared_folder import SharedFolder
 from waterflow.executor.engine import Engine
 from waterflow.units import Mode
@@ -136,7 +136,7 @@ class Worker:
             busy, since = total, now
             with self._lock:
                 groups = {which: group for which, group in self._groups.items() if group.part.phase != "ended"}
-                seen = {which: group.seen() for which, group in groups.items()}
+                seen: dict[Hashable, Seen] = {which: group.seen() for which, group in groups.items()}
             paces.look(time.monotonic(), seen)
             for which, group in groups.items():
                 try:

@@ -97,7 +97,9 @@ class Safepoint:
             with self._lock:
                 if room and self._comes_back:
                     self._state, self._answer = State.RESUMING, None
-                if self._changed.wait_for(lambda: self._state is State.RESUMING, POLL_SECONDS):
+                if self._state is not State.RESUMING:
+                    self._changed.wait(POLL_SECONDS)  # or until something has changed
+                if self._state is State.RESUMING:
                     return
             check()
             # Outside the lock, as it takes the engine's locks. A suspend() since then clears _comes_back, so it is
