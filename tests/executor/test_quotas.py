@@ -401,3 +401,21 @@ def test_what_a_quota_leaves() -> None:
         assert engine.reservations.above_quota(first)
         engine.reservations.lower(first, 100 * MiB)
         assert not engine.reservations.above_quota(first) and engine.reservations._claims[first].height == 100 * MiB
+
+
+def test_a_quota_that_is_lowered_while_the_first_step_claims() -> None:
+    expected, plan, low = alone("mlp")
+    with Engine(lanes=2, memory="1GiB") as engine:
+        runner = JobRunner(job(priority="opportunistic"), engine)
+        claim, lowered = engine.reservations.claim, threading.Event()
+
+        def lowered_first(*given: Any, **more: Any) -> None:
+            if not lowered.is_set():
+                lowered.set()
+                runner.lease.set(quota=quota_of(plan, low))
+            claim(*given, **more)
+
+        engine.reservations.claim = lowered_first  # type: ignore[method-assign]
+        result = in_thread(engine, runner)()
+        assert lowered.is_set()
+        assert_same(result, expected)

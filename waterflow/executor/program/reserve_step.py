@@ -84,6 +84,7 @@ class StepClaims:
         for a job that does not fit alone names what ``search`` finds. Steps under way end before the job claims less than before.
         """
         reservations = self.engine.reservations
+        limit = reservations.policy_of(self.job).limit
         bound_step = self._within_quota(batches, bound_step, leaves, batch_spec)
         last = self.under_way[-1].run if self.under_way else None
         while not reservations.covers(self.job, (planned := bound_step.plans.now).plan, batches):
@@ -92,6 +93,9 @@ class StepClaims:
                 reservations.claim(self.job, plan.renamed(self.name), batches=batches, last=last)
                 return bound_step, planned
             except MemoryLimitError as error:
+                if (now := reservations.policy_of(self.job).limit) != limit:  # the quota was changed meanwhile
+                    limit, bound_step = now, self._within_quota(batches, bound_step, leaves, batch_spec)
+                    continue
                 if error.needed <= reservations.room:  # it fits alone: its quota, or other jobs, are in the way
                     raise
                 held = plan.persistent + batches * plan.batch
