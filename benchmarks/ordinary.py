@@ -1,14 +1,16 @@
 """Ordinary loops, as people write them, in a study: ``wf.optimize`` against what they run today.
 
-Peers: ``study.optimize`` with one and with two of torch's threads, and two processes over a journal storage. All ways try the same
-points. Every run is a new process that has captured nothing; clocks start behind the imports and what torch puts off until the first
-optimizer is made, and hold the captures.
+Peers: ``study.optimize`` with one and with two of torch's threads, and two processes over a journal storage. Studies whose trials are
+mostly Python (``--only processes``) run in ``processes=2``, against those two processes and against ``processes=1``; their clocks
+start when the first process asks for a trial. All ways try the same points. Every run is a new process that has captured nothing;
+clocks start behind the imports and what torch puts off until the first optimizer is made, and hold the captures.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import datetime
 import json
 import subprocess
 import sys
@@ -21,6 +23,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import optuna
 import torch
 from optuna.storages import JournalStorage
@@ -233,11 +236,108 @@ def of_pictures(step_of: StepOf, loader: Callable[[], Any]) -> Objective:
     return objective
 
 
+# -- mostly Python
+
+
+class Rows(Dataset[Any]):
+    """Rows that NumPy makes, some 0.2 ms each."""
+
+    def __len__(self) -> int:
+        return 64 * 40
+
+    def __getitem__(self, index: int) -> Any:
+        numbers = np.random.default_rng(index)
+        signal = np.zeros(50)
+        for _ in range(8):
+            wave = np.sin(np.arange(50) * numbers.uniform(0.1, 1.0) + numbers.uniform(0, 6))
+            signal += np.clip(wave, -0.8, 0.8) * numbers.uniform(0, 1)
+        return torch.from_numpy(signal.astype(np.float32)), int(signal.sum() > 0) + int(signal[:25].sum() > 0)
+
+
+def of_rows(step_of: StepOf) -> Objective:
+    """One epoch over them."""
+
+    def objective(trial: optuna.Trial) -> float:
+        width, lr = point(trial)
+        model = perceptron(width)
+        step = step_of(model, torch.optim.AdamW(model.parameters(), lr=lr))
+        for batch in DataLoader(Rows(), batch_size=64, shuffle=True):
+            loss = step(batch)
+        return loss.item()
+
+    return objective
+
+
+def pole(state: Any, right: bool) -> tuple[Any, bool]:
+    """A step of a cart with a pole (Barto, Sutton and Anderson 1983): the state behind a push, and whether the pole stands."""
+    x, speed, angle, turning = state
+    sine, cosine = np.sin(angle), np.cos(angle)
+    pushed = ((10.0 if right else -10.0) + 0.05 * turning**2 * sine) / 1.1
+    falling = (9.8 * sine - cosine * pushed) / (0.5 * (4.0 / 3.0 - 0.1 * cosine**2 / 1.1))
+    faster = pushed - 0.05 * falling * cosine / 1.1
+    now = np.array([x + 0.02 * speed, speed + 0.02 * faster, angle + 0.02 * turning, turning + 0.02 * falling])
+    return now, abs(now[0]) < 2.4 and abs(now[2]) < 0.21
+
+
+def of_pole(step_of: Callable[[nn.Module, torch.optim.Optimizer], Callable[[Any], Tensor]]) -> Objective:
+    """Deep Q-learning on the cart-pole, 500 steps: four pushes for each step of the network."""
+
+    def objective(trial: optuna.Trial) -> float:
+        width, lr = point(trial)
+        model = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 2))
+        step = step_of(model, torch.optim.AdamW(model.parameters(), lr=lr))
+        numbers, memory = np.random.default_rng(trial.number), []
+        state, length, lengths = numbers.uniform(-0.05, 0.05, 4), 0, []
+        for number in range(2_000):
+            with torch.no_grad():
+                values = model(torch.from_numpy(state.astype(np.float32)))
+            push = int(values.argmax()) if numbers.random() > 0.1 else int(numbers.integers(2))
+            after, stands = pole(state, bool(push))
+            memory.append((state, push, after, stands))
+            state, length = after, length + 1
+            if not stands:
+                lengths.append(length)
+                state, length = numbers.uniform(-0.05, 0.05, 4), 0
+            if number >= 64 and number % 4 == 0:
+                drawn = [memory[int(at)] for at in numbers.integers(len(memory), size=64)]
+                before, pushes, behind, standing = (np.array(part, dtype=np.float32) for part in zip(*drawn))
+                step(tuple(map(torch.from_numpy, (before, pushes.astype(np.int64), behind, standing))))
+        return float(np.mean(lengths[-10:]))
+
+    return objective
+
+
+def q_loss(model: nn.Module, batch: Any) -> Tensor:
+    """The error of the values of the pushes that were made."""
+    before, pushes, behind, standing = batch
+    with torch.no_grad():
+        wanted = 1.0 + 0.95 * model(behind).max(1).values * standing
+    return F.smooth_l1_loss(model(before).gather(1, pushes[:, None]).squeeze(1), wanted)
+
+
+def plain_q(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Any], Tensor]:
+    """As in plain PyTorch."""
+
+    def step(batch: Any) -> Tensor:
+        optimizer.zero_grad()
+        loss = q_loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def our_q(model: nn.Module, optimizer: torch.optim.Optimizer) -> wf.Step:
+    """As in waterflow."""
+    return wf.Step(model, step=q_loss, optimizer=optimizer)
+
+
 # -- what is run
 
 
 THREADS = ("1 thread", "2 threads")
-PEERS = (*THREADS, "two processes")
+PEERS = (*THREADS, "two processes", "processes=1")
 
 
 @dataclass(frozen=True)
@@ -250,11 +350,13 @@ class Row:
     trials: int = 12
     settings: dict[str, Any] = field(default_factory=lambda: {"pruner": optuna.pruners.NopPruner()})  # of the study
     by_epoch: bool = False  # seconds for each epoch trained, as trials are pruned
+    against_one: float | None = None  # what processes=2 must reach against processes=1
 
     @property
     def peers(self) -> list[str]:
         """All of them."""
-        return [peer for peer in PEERS if any(peer in peers for _, _, peers in self.ours.values())]
+        named = [peer for _, _, peers in self.ours.values() for peer in peers] + ["processes=1"] * (self.against_one is not None)
+        return [peer for peer in PEERS if peer in named]
 
 
 ROWS = {
@@ -273,6 +375,8 @@ ROWS = {
             )), 3.0, PEERS),
         }, trials=4),
         Row("table, logged", logged(plain), {"torch's DataLoader": (logged(ours), 1.1, THREADS)}, trials=8),
+        Row("processes: rows by NumPy", of_rows(plain), {"processes=2": (of_rows(ours), 0.95, PEERS[2:3])}, 8, against_one=1.6),
+        Row("processes: cart-pole", of_pole(plain_q), {"processes=2": (of_pole(our_q), 1.15, PEERS[2:3])}, 8, against_one=1.5),
     )
 }  # fmt: skip
 
@@ -310,6 +414,10 @@ def run_here(row: Row, way: str) -> dict[str, Any]:
     if way == "two processes":
         return in_processes(row)
     study, began = fresh(row), time.perf_counter()
+    if way.startswith("processes="):
+        summary = wf.optimize(study, row.ours["processes=2"][0], n_trials=row.trials, processes=int(way[-1]))
+        asked = [trial.datetime_start for trial in study.trials if trial.datetime_start is not None]
+        return told(study, (datetime.datetime.now() - min(asked)).total_seconds(), summary)
     if way in row.ours:
         summary = wf.optimize(study, row.ours[way][0], n_trials=row.trials)
     else:
@@ -368,6 +476,12 @@ def measure(row: Row, repeats: int) -> list[dict[str, Any]]:
             "ratio": report.median(ratios), "spread": report.spread(ratios), "at least": least,
             "holds": report.median(ratios) >= least, "failed": ran[way]["failed"], "summary": ran[way]["summary"].split("\n"),
         })  # fmt: skip
+        if row.against_one is not None:
+            ratios = [p / t for p, t in zip(times["processes=1"], times[way])]
+            found.append(found[-1] | {
+                "best peer": "processes=1", "its s": report.median(times["processes=1"]), "ratio": report.median(ratios),
+                "spread": report.spread(ratios), "at least": row.against_one, "holds": report.median(ratios) >= row.against_one,
+            })  # fmt: skip
     return found
 
 

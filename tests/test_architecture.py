@@ -49,7 +49,10 @@ ORDER = [
 ]
 # Libraries that only these files may import, for whoever does without them must not need them. Files of the command
 # line that deal with studies may import Optuna inside of functions.
-ONLY = {"optuna": {"study/__init__", "study/coordinator", "study/optuna_compat", "study/run"}, "ray": {"cluster/ray"}}
+ONLY = {
+    "optuna": {"study/__init__", "study/coordinator", "study/optuna_compat", "study/remote_storage", "study/run"},
+    "ray": {"cluster/ray"},
+}
 # Modules, identifiers and options that are gone (docs/releases.md); what was tried stays in docs/experiments/gone.md.
 GONE = {
     "executor.compiling", "compiling.py", "compile_worker", "executor.fusing", "fusing.py", "fused_group", "partition.regions",

@@ -46,7 +46,7 @@ SLOW = {
     "docs/howto.md: A batch that does not fit",
     "docs/howto.md: LoRA adapters over one frozen model",
     "docs/howto.md: One job on several devices",
-    "docs/howto.md: Its dashboard, and several processes",
+    "docs/howto.md: Its dashboard, and several programs",
     "docs/memory.md: Plans on the command line",
     "docs/memory.md: The largest batch",
     "docs/sharing.md: Guaranteed and opportunistic jobs",

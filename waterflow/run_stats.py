@@ -41,7 +41,7 @@ FIRST = {
     "waiting for memory": (0.2, "raise memory=, or take smaller batches"),
     OWN: (0.4, "see what your code does beside step(batch)"),
 }
-_PROCESSES = "run this program once for each core, over one storage of the study: each process has a lock of its own"
+_PROCESSES = "pass processes= to wf.optimize, one for each core: each process has a lock of its own"
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ class RunStats:
             return []
         line = self.lines.get("loading" if what.startswith("loading") else what)
         at = f", most of it at {line}" if line else ""
-        # Waits of a loader end with another loader, those of other code with other processes.
-        advice = _PROCESSES if what == OWN and self.of_lock.get(OWN, 0.0) >= 0.1 else FIRST[what][1]
+        # Waits of a loader of torch's end with another loader, those of the user's code with other processes.
+        advice = _PROCESSES if what in (OWN, ROWS) and self.of_lock.get(what, 0.0) >= 0.1 else FIRST[what][1]
         return [f"to change first: {what}, {100 * shares[what]:.0f} % of the time{at}: {advice}"]
 
 

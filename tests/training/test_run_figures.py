@@ -124,7 +124,7 @@ def test_results_say_it_of_jobs_those_that_failed_first() -> None:
             "(for batch in loader:): make whole batches: wf.DataLoader(TensorDataset(...), batch_transform=",
         ),
         ({OWN: 0.5}, 0, "your code between steps, 50 % of the time: see what your code does beside step(batch)"),
-        ({OWN: 0.4, LOCK: 0.2}, 0, "your code between steps, 60 % of the time: run this program once for each core"),
+        ({OWN: 0.4, LOCK: 0.2}, 0, "your code between steps, 60 % of the time: pass processes= to wf.optimize"),
         ({"steps": 0.8}, 50, "eager steps, 40 % of the time: mend"),
         ({"capturing": 0.4, "loading": 0.3}, 0, "capturing, 40 % of the time"),
         ({"waiting for memory": 0.3}, 0, "raise memory="),

@@ -19,6 +19,7 @@ from waterflow.study.cluster_trials import TrialDevices, spread
 from waterflow.study.coordinator import Objective, StudyCallback, StudyRunner
 from waterflow.study.optuna_compat import check_threads, in_loop
 from waterflow.study.order import Fifo, Policy, policy_of
+from waterflow.study.processes import Processes, starts_of
 from waterflow.study.run import LastingRun, StudyRun
 from waterflow.study.values import KeepWeights, NestedStudyError, StudySummary, StudyTypeError, check_keep_weights
 from waterflow.training.checkpoint_dir import Checkpoints
@@ -54,6 +55,7 @@ def optimize(
     checkpoint: str | os.PathLike[str] | Checkpoints | None = None,
     order: Literal["fifo", "promising"] | Policy = "fifo",
     deadline: float | str | None = None,
+    processes: int = 1,
 ) -> StudySummary:
     """Run ``study.optimize`` with several trials training side by side on one device.
 
@@ -112,6 +114,11 @@ def optimize(
         deadline: Seconds, or text like ``"2h"``, from the call on, in place of ``timeout``: the study ends then. No trial begins that
             would not report in time, or in the last tenth. At the deadline each trial that has reported is COMPLETE with its last
             report, and has the user attribute ``waterflow:unfinished``; weights of one that ran may have trained on.
+        processes: Run the trials in so many processes, where Python code between steps (rows made by NumPy, simulated environments)
+            takes much of their time: Python runs on one core of a process at a time. Each has its share of the cores, of ``memory``,
+            ``lanes`` and ``max_concurrent``. The study stays with the caller, in any storage; callbacks run there. The objective is
+            pickled by cloudpickle. Samplers are copies with random numbers of their own, as with Optuna's processes; a trial has the
+            bits that its values have in one process. When a process dies its trials fail, and it is started again, three times at most.
 
     A trial whose job does not fit in memory runs once more with ``recompute="auto"``; alone, if others held what it lacked.
 
@@ -153,6 +160,7 @@ def optimize(
             "checkpoint": (checkpoint, None),
             "order": (order, "fifo"),
             "deadline": (deadline, None),
+            "processes": (processes, 1),
         }
         _check_cluster(cluster, [name for name, (given, default) in elsewhere.items() if given != default])
         return spread(
@@ -169,6 +177,38 @@ def optimize(
             keep_weights,
             trial_timeout,
         )
+    if processes != 1 or isinstance(processes, bool):
+        _check_processes(
+            processes,
+            {
+                "deterministic=True": deterministic and "the order of events would follow the clocks of several processes",
+                "timeline=": timeline is not None and "each process has lanes of its own",
+                "checkpoint=": checkpoint is not None and "one process holds the folder",
+                "order=": not isinstance(policy, Fifo) and "it ranks the trials of one process",
+                f"device={device!r}": device != "cpu" and "each process would need memory of its own on the GPU",
+            },
+        )
+        run = StudyRun(study)
+        left = None if until is None else until - (time.monotonic() - began)
+        starts = starts_of(
+            processes,
+            study,
+            objective,
+            run,
+            memory,
+            lanes,
+            max_concurrent,
+            threads_per_lane=threads_per_lane,
+            exact=exact,
+            mode=mode,
+            gc_after_trial=gc_after_trial,
+            keep_weights=keep_weights,
+            trial_timeout=trial_timeout,
+            catch=caught,
+            deadline=left,
+        )
+        with ProgressLine(n_trials, "trials", show_progress_bar) as progress:
+            return Processes(study, starts, keep_weights, run).run(n_trials, timeout, list(callbacks or ()), progress)
     check_threads(study)
     if checkpoint is not None and deterministic:
         raise StudyError(
@@ -232,6 +272,14 @@ def _check_order(
         raise StudyError(
             "order= needs an end, or new trials would begin for ever while others wait: pass n_trials=, or deadline='2h'"
         )
+
+
+def _check_processes(processes: Any, refused: dict[str, Any]) -> None:
+    if not isinstance(processes, int) or isinstance(processes, bool) or processes < 1:
+        raise StudyError(f"processes must be a whole number of 1 or more; got {processes!r}")
+    for name, why in refused.items():
+        if why:
+            raise StudyError(f"{name} cannot stand beside processes={processes}: {why}; leave one of them out")
 
 
 def _check_cluster(cluster: Any, given: list[str]) -> None:

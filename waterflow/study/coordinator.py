@@ -207,6 +207,11 @@ class StudyRunner:
             history=self._timeline(),
         )
 
+    @property
+    def results(self) -> KeptResults:
+        """Results of trials so far."""
+        return self._results
+
     def _let_go(self) -> None:
         """Leave the trials that wait to the next call, or as failed ones."""
         waiting = [*self._again, *self._standing.values()]
@@ -246,7 +251,7 @@ class StudyRunner:
     def _wanted(self) -> bool:
         if self._n_trials is not None and self._run.begun >= self._n_trials:
             return False
-        return self._goes_on() and not self._too_late()
+        return self._goes_on() and not self._too_late() and self._run.wanted()
 
     def _too_late(self) -> bool:
         """Return True if a trial that began now would make no report before the deadline, or only take time from the leading ones."""

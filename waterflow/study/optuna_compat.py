@@ -73,6 +73,16 @@ def stopped(study: optuna.Study) -> bool:
     return bool(getattr(study, "_stop_flag", False))
 
 
+def verbosity() -> int:
+    """Return the level of Optuna's log."""
+    return optuna.logging.get_verbosity()
+
+
+def set_verbosity(level: int) -> None:
+    """Set the level of Optuna's log."""
+    optuna.logging.set_verbosity(level)
+
+
 def heartbeat(trial: Trial, study: optuna.Study) -> contextlib.AbstractContextManager[Any]:
     """Return a context that records heartbeats inside, if the storage supports them."""
     try:
@@ -239,7 +249,7 @@ def shareable(study: optuna.Study) -> optuna.Study:
             if isinstance(getattr(lock, name, None), str):
                 setattr(lock, name, os.path.abspath(getattr(lock, name)))
         changed._lock = lock
-        return _with_storage(study, _with_backend(storage, changed))
+        return with_storage(study, _with_backend(storage, changed))
     if isinstance(inner, optuna.storages.RDBStorage):
         from sqlalchemy.engine import make_url
 
@@ -249,7 +259,7 @@ def shareable(study: optuna.Study) -> optuna.Study:
         if url.database and url.database != ":memory:":
             changed = copy.copy(inner)
             changed.url = url.set(database=os.path.abspath(url.database)).render_as_string(hide_password=False)
-            return _with_storage(study, changed if inner is storage else _with_backend(storage, changed))
+            return with_storage(study, changed if inner is storage else _with_backend(storage, changed))
     raise StudyError(
         "cluster= spreads trials over processes, which meet in the study's storage: it must be an RDB or a journal storage, "
         f"in a file or on a server; this one is in memory ({type(inner).__name__}). Make it with "
@@ -257,7 +267,8 @@ def shareable(study: optuna.Study) -> optuna.Study:
     )
 
 
-def _with_storage(study: optuna.Study, storage: Any) -> optuna.Study:
+def with_storage(study: optuna.Study, storage: Any) -> optuna.Study:
+    """Return a copy of the study that uses another storage."""
     changed = copy.copy(study)
     changed._storage = storage
     return changed

@@ -59,17 +59,26 @@ class StudyRun:
     lasts = False  # True: what it does not finish waits for the next call
     files: Checkpoints | None = None
 
-    def __init__(self, study: optuna.Study) -> None:
+    def __init__(self, study: optuna.Study, seed: int | None = None) -> None:
         self._study = study
-        self._seed = draw_seed()
+        self._seed = draw_seed() if seed is None else seed
         self.begun = 0  # trials that were asked for, by calls before, too
         self.alone: set[int] = set()  # trials that may only run alone
         self._beaten: dict[int, float] = {}  # when trials that wait had their last heartbeat
 
     @property
+    def seed(self) -> int:
+        """The base of its trials' seeds."""
+        return self._seed
+
+    @property
     def waiting(self) -> int:
         """The number of trials that a call before had begun, and that wait to be asked for first."""
         return 0
+
+    def wanted(self) -> bool:
+        """Return True if one more trial may be asked for."""
+        return True
 
     def ask(self) -> Trial:
         """Ask for the next trial."""

@@ -108,6 +108,11 @@ class KeptResults:
         with self._lock:
             self._results[number] = result if self._keep == "all" or may_be_best else without_weights(result)
 
+    def of(self, number: int) -> JobResult | None:
+        """Return the result of a trial as it is kept now; None if it has none."""
+        with self._lock:
+            return self._results.get(number)
+
     def would_keep(self, value: float | list[float]) -> bool:
         """Return True if the weights of a completed trial with this value, or these values, may be kept."""
         with self._lock:
