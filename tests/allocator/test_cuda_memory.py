@@ -323,6 +323,7 @@ def test_a_broken_driver_changes_nothing_in_torch(tmp_path: Path) -> None:
     run(tmp_path, """
         from waterflow.allocator import cuda
         torch.version.cuda, torch.cuda.is_available, torch.cuda.is_initialized = "13.0", lambda: True, lambda: False
+        torch.cuda.device_count = lambda: 1
         changed = []
         torch.cuda.memory.change_current_allocator = changed.append
         fake.library.cuInit(0)
