@@ -48,6 +48,15 @@ class Device:
             self.paces.look(self.now, seen)
 
 
+def joined() -> Device:
+    """A job that was alone, and one that has just come."""
+    device = Device()
+    device.come("a", 20.0)
+    device.run(5)
+    device.come("b", 10.0)
+    return device
+
+
 def test_a_rate_is_the_pace_beside_others_over_the_pace_alone() -> None:
     device = Device(slower=0.4)
     device.come("a", 20.0)
@@ -64,10 +73,7 @@ def test_a_rate_is_the_pace_beside_others_over_the_pace_alone() -> None:
 
 
 def test_one_that_was_never_alone_gets_a_window_alone() -> None:
-    device = Device()
-    device.come("a", 20.0)
-    device.run(5)
-    device.come("b", 10.0)
+    device = joined()
     device.run(10, lambda: device.paces.alone == "b")
     assert device.paces.alone == "b" and device.paces.of("b").rate is None
     device.run(10, lambda: device.paces.alone is None)
@@ -102,10 +108,7 @@ def test_a_guaranteed_job_is_never_held_for_a_measurement() -> None:
 
 
 def test_one_whose_window_alone_was_cut_short_gets_another() -> None:
-    device = Device()
-    device.come("a", 20.0)
-    device.run(5)
-    device.come("b", 10.0)
+    device = joined()
     device.run(5, lambda: device.paces.alone == "b")
     device.held = {"b"}  # its turn ends
     device.run(3)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,10 +17,20 @@ from torch.nn import functional as F
 import waterflow as wf
 from tests.executor.test_policy import WAIT, assert_same, batches, in_thread, job, needs, until
 from tests.support import MiB
+from waterflow.executor.cancel import time_does_not_count
 from waterflow.executor.engine import Engine, within
 from waterflow.executor.policy import Preempted, ResourcePolicy
 from waterflow.training.engine_lease import LoopLease
 from waterflow.training.runner import JobRunner
+
+
+def held(engine: Engine, yields: bool = True, **settings: Any) -> tuple[JobRunner, Callable[[], wf.JobResult]]:
+    """A job that has trained, and is held; and what waits for its result."""
+    runner = JobRunner(job("job", **settings), engine)
+    result = in_thread(engine, runner)
+    until(lambda: runner.steps > 3)
+    runner.lease.hold(True, yields)
+    return runner, result
 
 
 def standing(runner: JobRunner) -> int:
@@ -30,10 +42,7 @@ def standing(runner: JobRunner) -> int:
 def test_a_held_job_begins_no_step_and_goes_on_with_the_same_bits() -> None:
     alone = wf.train([job("job", epochs=40)], lanes=1)[0]
     with Engine(lanes=2, memory="200MiB") as engine:
-        runner = JobRunner(job("job", epochs=40), engine)
-        result = in_thread(engine, runner)
-        until(lambda: runner.steps > 3)
-        runner.lease.hold(True)
+        runner, result = held(engine, epochs=40)
         steps, copy = standing(runner), runner.snapshot(WAIT)
         assert copy.steps == steps == standing(runner)
         assert len(engine.reservations) == 1 and not runner.suspended  # it keeps its memory
@@ -74,10 +83,7 @@ def test_jobs_that_are_held_at_any_moment_have_their_bits(seed: int) -> None:
 def test_a_held_job_leaves_for_whoever_needs_its_memory(priority: Any) -> None:
     alone = wf.train([job("job", epochs=40)], lanes=1)[0]
     with Engine(lanes=2, memory="200MiB") as engine:
-        runner = JobRunner(job("job", epochs=40), engine)  # guaranteed: it would leave for nobody
-        result = in_thread(engine, runner)
-        until(lambda: runner.steps > 3)
-        runner.lease.hold(True)
+        runner, result = held(engine, epochs=40)  # guaranteed: it would leave for nobody
         standing(runner)
         other = engine.add_job("other")
         engine.set_policy(other, ResourcePolicy(priority))
@@ -93,10 +99,7 @@ def test_a_held_job_leaves_for_whoever_needs_its_memory(priority: Any) -> None:
 
 def test_a_job_that_is_held_for_a_measurement_gives_nothing_up() -> None:
     with Engine(lanes=2, memory="200MiB") as engine:
-        runner = JobRunner(job("job", epochs=40, priority="opportunistic"), engine)
-        result = in_thread(engine, runner)
-        until(lambda: runner.steps > 3)
-        runner.lease.hold(True, yields=False)
+        runner, result = held(engine, epochs=40, priority="opportunistic", yields=False)
         standing(runner)
         other = engine.add_job("other")
         engine.set_policy(other, ResourcePolicy("opportunistic"))
@@ -141,10 +144,7 @@ def test_a_job_held_at_the_end_of_an_epoch_can_be_copied_before_its_evaluation()
 
 def test_a_job_that_left_comes_back_only_when_it_goes_on() -> None:
     with Engine(lanes=2, memory="200MiB") as engine:
-        runner = JobRunner(job("job", epochs=40), engine)
-        result = in_thread(engine, runner)
-        until(lambda: runner.steps > 3)
-        runner.lease.hold(True)
+        runner, result = held(engine, epochs=40)
         standing(runner)
         other = engine.add_job("other")
         engine.reservations.claim(other, needs("other", engine.reservations.room - 8192, 4096))
@@ -191,15 +191,23 @@ def test_a_claim_of_a_held_job_away_from_its_boundary_waits() -> None:
         assert claimed.wait(WAIT)
 
 
-def test_the_time_that_a_job_is_held_does_not_count() -> None:
+def test_the_time_that_a_job_is_held_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    paused = threading.Event()
+
+    def noted() -> contextlib.AbstractContextManager[None]:
+        paused.set()
+        return time_does_not_count()
+
+    monkeypatch.setattr("waterflow.training.runner.time_does_not_count", noted)
     with Engine(lanes=2, memory="200MiB") as engine:
-        runner = JobRunner(job("job", timeout=3600), engine)
+        runner = JobRunner(job("job", epochs=1000, timeout=3600), engine)
         result = in_thread(engine, runner)
-        until(lambda: runner.steps > 3 or runner._thread is None)
+        until(lambda: runner.steps > 3)
+        assert not paused.is_set()
         runner.lease.hold(True)
-        standing(runner)
-        runner.lease.hold(False)
-        assert result().status == "completed"
+        assert paused.wait(WAIT)
+        runner.stop()
+        assert result().status == "cancelled"
 
 
 def test_readers_of_the_same_data_do_not_wait_for_a_held_job() -> None:
@@ -216,10 +224,7 @@ def test_readers_of_the_same_data_do_not_wait_for_a_held_job() -> None:
 
 def test_a_held_job_can_be_suspended_and_stopped() -> None:
     with Engine(lanes=2, memory="200MiB") as engine:
-        runner = JobRunner(job("job", epochs=1000), engine)
-        result = in_thread(engine, runner)
-        until(lambda: runner.steps > 3)
-        runner.lease.hold(True)
+        runner, result = held(engine, epochs=1000)
         assert runner.suspend(WAIT).steps == runner.steps
         runner.stop("over")
         assert result().status == "cancelled"
@@ -283,8 +288,6 @@ def test_a_job_that_a_loop_returns_has_what_its_lease_was_told() -> None:
 
 
 def _waits_held(thread: threading.Thread) -> bool:
-    import sys
-
     frame = sys._current_frames().get(thread.ident or 0)
     while frame is not None:
         if frame.f_code.co_name == "wait_while_held":

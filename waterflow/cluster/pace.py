@@ -87,6 +87,7 @@ class Paces:
         training = frozenset(job for job, one in seen.items() if one.trains)
         # Counts of other threads: one may look smaller for a moment.
         done = {id: max(0, one.steps - self._jobs[id].seen.steps) for id, one in seen.items()}
+        under_way = sum(steps for id, steps in done.items() if id not in training)
         for id, one in seen.items():
             job, before = self._jobs[id], self._jobs[id].seen
             job.seen = replace(one, steps=before.steps + done[id])
@@ -101,7 +102,7 @@ class Paces:
                 job.seconds += seconds
                 job.steps += done[id]
                 job.waited += max(0.0, one.waited - before.waited)
-                job.others += sum(done.values()) - sum(done[other] for other in training)
+                job.others += under_way
                 if job.seconds >= WINDOW_SECONDS and job.steps >= WINDOW_STEPS:
                     job.end_window()
         self._training = training

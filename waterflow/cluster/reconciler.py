@@ -225,7 +225,7 @@ class Reconciler:
             return
         if how != "lost":
             return
-        self.store.change(job.id, losses=job.losses + (job.state != "held"))
+        self.store.change(job.id, losses=job.losses + (part is None or not part.held))
         reason = self._losses.reason(job.id)
         if reason is not None:
             freed = self._losses.explained(job.id)

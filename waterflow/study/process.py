@@ -143,7 +143,7 @@ def main() -> None:
             runner = StudyRunner(start.study, start.objective, engine, *about, run, None, start.deadline)
             run.results = runner.results
             made = runner.run(None, None, start.catch, [], ProgressLine(None, "trials", False))
-        link.tell("done", made.steps, made.captures, made.most_at_once, made.lane_busy, made.run_again)
+        link.tell("done", made.steps, made.captures, made.lane_busy, made.run_again)
     except BaseException as error:
         link.tell("failed", sendable(error))
     sys.stdout.flush()

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import cloudpickle
 
-from waterflow.errors import StudyError
+from waterflow.errors import StudyError, sendable
 from waterflow.executor.cores import usable_cores
 from waterflow.executor.interrupts import remembered_interrupts, uninterrupted
 from waterflow.executor.memory_limit import free_memory, parse_limit
@@ -46,7 +46,7 @@ LEAVE_SECONDS = 5.0  # for a process that has nothing to do any more to end by i
 class _Process:
     """One process, as its caller sees it."""
 
-    start: Start
+    payload: bytes  # its first message
     popen: subprocess.Popen[bytes] | None = None
     connection: Connection | None = None
     alive: int = -1  # a pidfd: readable when it ends, even if a worker of its still has the pipe open
@@ -62,8 +62,7 @@ class Processes:
 
     def __init__(self, study: Any, starts: Sequence[Start], keep_weights: KeepWeights, run: StudyRun) -> None:
         self._study, self._run = study, run
-        self._all = [_Process(start) for start in starts]
-        self._payloads = [packed(start) for start in starts]  # before any begins
+        self._all = [_Process(packed(start)) for start in starts]  # before any begins
         self._results = KeptResults(study, keep_weights)
         self._states: Counter[str] = Counter()
         self._failure: BaseException | None = None
@@ -126,7 +125,7 @@ class Processes:
         process.starts += 1
         process.connection, process.news = ours, News()
         with contextlib.suppress(OSError):  # it has died: the pipe says so
-            ours.send_bytes(self._payloads[self._all.index(process)])
+            ours.send_bytes(process.payload)
 
     def _hear(self, process: _Process) -> None:
         assert process.connection is not None
@@ -140,7 +139,7 @@ class Processes:
         elif what == "told":
             self._told(process, *given)
         else:
-            self._done(process, *given) if what == "done" else self._failed(*given)
+            (self._done if what == "done" else self._failed)(*given)
             self._leave(process)
 
     def _answer(self, process: _Process, number: int, what: str, given: Sequence[Any], more: dict[str, Any]) -> None:
@@ -150,7 +149,7 @@ class Processes:
             served = {"reserve": self._reserve, "trial": self._trial, "storage": self._storage}
             answer = served[what](process, *given, **more)
         except Exception as raised:  # the storage's, the sampler's
-            error = raised
+            error = sendable(raised)
         assert process.connection is not None
         with contextlib.suppress(OSError):
             process.connection.send_bytes(cloudpickle.dumps((number, answer, error)))
@@ -193,7 +192,7 @@ class Processes:
             callback(self._study, trial)
         self._progress.advance(best_of(self._study))
 
-    def _done(self, process: _Process, steps: int, captures: int, most: int, busy: Sequence[float], again: int) -> None:
+    def _done(self, steps: int, captures: int, busy: Sequence[float], again: int) -> None:
         self._made.update(steps=steps, captures=captures, run_again=again)
         self._busy += busy
 
