@@ -12,6 +12,7 @@ import argparse
 import csv
 import datetime
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -375,6 +376,9 @@ ROWS = {
             )), 3.0, PEERS),
         }, trials=4),
         Row("table, logged", logged(plain), {"torch's DataLoader": (logged(ours), 1.1, THREADS)}, trials=8),
+        Row("processes: digits", of_digits(plain, DataLoader, evaluated), {
+            "processes=2": (of_digits(ours, wf.DataLoader, evaluated_at_once), 0.0, PEERS[3:]),
+        }, by_epoch=True, settings={"direction": "maximize", "pruner": optuna.pruners.MedianPruner(n_startup_trials=4)}),
         Row("processes: rows by NumPy", of_rows(plain), {"processes=2": (of_rows(ours), 0.95, PEERS[2:3])}, 8, against_one=1.6),
         Row("processes: cart-pole", of_pole(plain_q), {"processes=2": (of_pole(our_q), 1.15, PEERS[2:3])}, 8, against_one=1.5),
     )
@@ -392,7 +396,7 @@ def fresh(row: Row, **where: Any) -> optuna.Study:
     """A study with all of its points laid down."""
     study = optuna.create_study(**row.settings, **where)
     points = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-    widths = {"digits": [8, 16], "pictures as bytes": [4, 8]}.get(row.what, [64, 128])
+    widths = {"digits": [8, 16], "processes: digits": [8, 16], "pictures as bytes": [4, 8]}.get(row.what, [64, 128])
     for _ in range(row.trials):
         trial = points.ask()
         trial.suggest_categorical("width", widths), trial.suggest_float("lr", 1e-4, 1e-1, log=True)
@@ -436,10 +440,15 @@ def in_processes(row: Row) -> dict[str, Any]:
         for worker in workers:
             assert worker.stdout is not None
             worker.stdout.readline()
-        began = time.perf_counter()
+        began = datetime.datetime.now()
         for worker in workers:
-            worker.communicate("go\n")
-        return told(study, time.perf_counter() - began)
+            assert worker.stdin is not None
+            worker.stdin.write("go\n")
+            worker.stdin.flush()
+        for worker in workers:
+            worker.communicate()
+        ended = [trial.datetime_complete for trial in study.trials if trial.datetime_complete is not None]
+        return told(study, (max(ended) - began).total_seconds())
 
 
 def work(row: Row, path: str) -> None:
@@ -452,6 +461,48 @@ def work(row: Row, path: str) -> None:
     sys.stdin.readline()
     while study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
         study.optimize(row.plain, n_trials=1)
+
+
+START = "processes: start"
+
+
+def started() -> float:
+    """Seconds until both of ``processes=2`` have begun a trial."""
+    prepare()
+    with tempfile.TemporaryDirectory() as folder:
+
+        def objective(trial: optuna.Trial) -> float:
+            (Path(folder) / str(os.getpid())).touch()
+            while len(os.listdir(folder)) < 2:
+                time.sleep(0.001)
+            return time.time()
+
+        study, began = optuna.create_study(), time.time()
+        wf.optimize(study, objective, n_trials=2, processes=2)
+        return max(study.trials[0].values[0], study.trials[1].values[0]) - began
+
+
+def imported() -> float:
+    """Seconds until two processes, begun together, have imported torch and Optuna."""
+    began = time.perf_counter()
+    both = [subprocess.Popen([sys.executable, "-c", "import torch, optuna"]) for _ in range(2)]
+    if any(process.wait() for process in both):
+        raise RuntimeError("torch and Optuna cannot be imported")
+    return time.perf_counter() - began
+
+
+def measure_start(repeats: int) -> list[dict[str, Any]]:
+    """The row of how long processes need until they begin."""
+    command = [sys.executable, "-m", "benchmarks.ordinary", "--run", START]
+    times = report.interleaved(
+        {"processes=2": lambda: float(subprocess.check_output(command, text=True)), "two imports": imported}, repeats
+    )
+    ratios = [ours / theirs for ours, theirs in zip(times["processes=2"], times["two imports"])]
+    return [{
+        "study": START, "way": "processes=2", "s": report.median(times["processes=2"]), "best peer": "two imports",
+        "its s": report.median(times["two imports"]), "ratio": report.median(ratios), "spread": report.spread(ratios),
+        "at most": 1.5, "holds": report.median(ratios) <= 1.5, "summary": [],
+    }]  # fmt: skip
 
 
 def measure(row: Row, repeats: int) -> list[dict[str, Any]]:
@@ -493,14 +544,21 @@ def main() -> int:
     parser.add_argument("--run", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    if arguments.run == [START]:
+        print(started())
+        return 0
     if arguments.run:
         row, way, *rest = ROWS[arguments.run[0]], *arguments.run[1:]
         print(json.dumps(run_here(row, way)) if way != "worker" else work(row, *rest) or "")
         return 0
-    wanted = [row for what, row in ROWS.items() if not arguments.only or any(word in what for word in arguments.only)]
+
+    def wanted(what: str) -> bool:
+        return not arguments.only or any(word in what for word in arguments.only)
+
+    parts = {what: lambda row=row: measure(row, arguments.repeats) for what, row in ROWS.items()}
+    parts[START] = lambda: measure_start(arguments.repeats)
     rows = []
-    for row in wanted:
-        measured = measure(row, arguments.repeats)
+    for measured in (part() for what, part in parts.items() if wanted(what)):
         rows += measured
         for each in measured if not arguments.json else ():
             print(

@@ -7,14 +7,12 @@ import logging
 import sys
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from waterflow import _C
@@ -25,17 +23,16 @@ from waterflow.executor.data.copies import OwnBatches, brought
 from waterflow.executor.engine import EagerWork, Engine, current_engine, current_worker, here
 from waterflow.executor.memory_limit import parse_recompute
 from waterflow.executor.program import beside, eager, ownership
+from waterflow.executor.program.arguments import check_arguments, check_device, device_of, own_generator
 from waterflow.executor.program.bound_step import BoundStep, BoundSteps
 from waterflow.executor.program.capture_budget import CaptureBudget, Horizon, NewKind
 from waterflow.executor.program.capture_cache import PlannedStep, storage_bytes
-from waterflow.executor.program.eager import wants_model
 from waterflow.executor.program.ownership import Hold, holders, made_here
 from waterflow.executor.program.reserve_step import StepClaims
+from waterflow.executor.program.settled import Settled
 from waterflow.executor.program.step_future import Done, StepFuture
 from waterflow.executor.reservations import Reservations
-from waterflow.executor.rng import thread_generator
 from waterflow.executor.stats import WAITING, Account
-from waterflow.job import why_no_step, why_not_called
 from waterflow.partition.capture.optimizers import parameters_of
 from waterflow.partition.capture.reasons import shown_line
 from waterflow.partition.capture.spec import StepSpec
@@ -76,93 +73,6 @@ def _tell_of_plain_study() -> None:
         )
 
 
-def own_generator(given: torch.Generator | None, device: torch.device, engine: Engine | None) -> torch.Generator | None:
-    """Return the generator that a step on ``device`` draws from; None for the process's default one.
-
-    That is ``given``, unless it is None or the default one: then the calling thread's; inside an engine a new one that starts
-    in the state of the process's generator.
-    """
-    if given is not None and given is not torch.default_generator:
-        if given.device.type != device.type:
-            raise InvalidJobError(
-                f"the generator is on {given.device} and the model on {device}, whose numbers it cannot draw; pass "
-                f"generator=torch.Generator({str(device)!r})"
-            )
-        return given
-    if (own := thread_generator(device)) is not None:
-        return own
-    if engine is None:
-        return given
-    # A copy of the process's generator: lanes run steps in any order, and a shared one would hand out other numbers
-    # from run to run.
-    own = torch.Generator(device)
-    own.set_state(torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device))
-    return own
-
-
-def device_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.device:
-    """Return the device of the model, or of the optimizer's tensors if the model has none.
-
-    Raises InvalidJobError for several devices, and for the meta device.
-    """
-    tensors = [*model.parameters(), *model.buffers()] or [p for group in optimizer.param_groups for p in group["params"]]
-    devices = {tensor.device for tensor in tensors}
-    if len(devices) > 1:
-        raise InvalidJobError(f"the model lies on several devices ({sorted(map(str, devices))}); move it to one")
-    device = next(iter(devices))
-    if device.type == "meta":
-        raise InvalidJobError("the model lies on the meta device and has no values; materialize it first")
-    return device
-
-
-def check_arguments(
-    model: Any, optimizer: Any, accumulate: Any, loss: Any, step: Any, clips: dict[str, Any], autocast: Any
-) -> None:
-    """Raise InvalidJobError for arguments that no Step can be made of."""
-    if not isinstance(model, nn.Module):
-        raise InvalidJobError(f"model must be a torch.nn.Module; got {type(model).__name__}")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        got = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else type(optimizer).__name__
-        raise InvalidJobError(
-            f"optimizer must be a torch.optim.Optimizer; got {got}. Make it from this model's parameters: "
-            "torch.optim.AdamW(model.parameters())"
-        )
-    if not isinstance(accumulate, int) or accumulate < 1:
-        raise InvalidJobError(f"accumulate must be a positive integer; got {accumulate!r}")
-    if loss is not None and step is not None:
-        raise InvalidJobError("give loss= or step=, not both")
-    if (rule := why_not_called("loss", loss) or why_not_called("step", step)) is not None:
-        raise InvalidJobError(rule)
-    for name, value in clips.items():
-        number = isinstance(value, Real) and not isinstance(value, bool)
-        if value is not None and not (number and value > 0):
-            raise InvalidJobError(f"{name} must be a positive number or None; got {value!r}")
-    if autocast is not None and not (isinstance(autocast, torch.dtype) and autocast.is_floating_point):
-        raise InvalidJobError(f"autocast must be a data type such as torch.bfloat16, or None; got {autocast!r}")
-    if (why := why_no_step(type(optimizer))) is not None:
-        raise InvalidJobError(why)
-    named = [*model.named_parameters(), *model.named_buffers()]
-    # A lazy parameter gets its shape in the first forward pass; optimizer and capture need it before.
-    if (lazy := next((name for name, tensor in named if is_lazy(tensor)), None)) is not None:
-        raise InvalidJobError(
-            f"{lazy!r} of the model has no shape yet: call the model once on a batch, before its optimizer is made; in a Job do "
-            "so in the function that makes the model"
-        )
-    updated = [p for group in optimizer.param_groups for p in group["params"]]
-    whole_step = step is not None or wants_model(loss)  # which may train what the model does not hold
-    if not any(p.requires_grad for p in (*model.parameters(), *(updated if whole_step else ()))):
-        raise InvalidJobError("the model has no parameter that requires a gradient: there is nothing to train")
-    trained = set(map(id, updated))
-    # A step that trains nothing would run for hours without an error. A loss with parameters of its own counts, as in
-    # metric learning.
-    held = [*model.parameters(), *(loss.parameters() if isinstance(loss, nn.Module) else ())]
-    if not whole_step and held and not held[0].is_meta and not any(id(p) in trained for p in held):
-        raise InvalidJobError(
-            "the optimizer trains none of the model's parameters: nothing would change. Make it from this model's: "
-            "torch.optim.AdamW(model.parameters())"
-        )
-
-
 def node_error(step: str, node: fx.Node, error: _C.NodeError) -> StepError:
     """Return the error of a captured operation that failed, with its phase and the user's line."""
     where = f" ({shown_line(node.meta['line'])})" if "line" in node.meta else ""
@@ -183,15 +93,6 @@ def may_run_eagerly(reservations: Reservations, job: int, spec: StepSpec, leaves
         return False
     state = WEIGHT_COPIES * storage_bytes(spec.model.parameters()) + storage_bytes(spec.model.buffers())
     return LARGE_SHARE * reservations.room > state + max(BATCH_COPIES * storage_bytes(leaves), reservations.highest)
-
-
-def check_device(name: str, model: torch.device, engine: Engine | None) -> None:
-    """Raise InvalidJobError if the model of a step is on another device than its engine."""
-    if engine is not None and model != engine.device:
-        raise InvalidJobError(
-            f"model of step {name!r} is on {model}, its engine trains on {engine.device}; move the model with "
-            f"model.to({str(engine.device)!r}) before making the step"
-        )
 
 
 # A step that may take more than this share of the memory is captured at once: weights, gradients and two moments, and activations,
@@ -325,6 +226,7 @@ class Step:
         forms = (self.recompute, exact, self._budget)
         self._bound_steps = BoundSteps(self._spec, generator, threads, type(model).__name__, ordered, self._hold, *forms)
         self._under_way: deque[StepFuture] = deque()
+        self._settled: Settled | None = None  # the last step's kind
         self._micro = 0
         self._told: Counter[str] = Counter() if self.engine is None else self.engine.told
         self._eager_step = eager.EagerStep(self._spec, self.generators, self.name)
@@ -357,6 +259,8 @@ class Step:
             here.before_step()
         ahead, began = len(self._under_way), self.account.begin_call()
         try:
+            if self._settled is not None and not ahead and (result := self._run_settled(batch)) is not None:
+                return beside.handed_out(result)
             return beside.handed_out(self._submit(batch, by_caller=True).result())
         except BaseException:
             # Ctrl-C may arrive after the step was submitted and before it is waited for: cancel it.
@@ -398,7 +302,7 @@ class Step:
         Inside a step that the engine runs, this one included, it does not wait for running steps.
         """
         self._budget.horizon = None  # which may know its job
-        self._closed = True
+        self._closed, self._settled = True, None
         ownership.discard(self.optimizer)
         if self.engine is not None:
             self._finalizer()
@@ -424,7 +328,7 @@ class Step:
 
     def hold_batches(self, count: int) -> None:
         """Reserve memory for ``count`` batches from the next call on: steps are submitted before results are read."""
-        self.batches_ahead = max(self.batches_ahead, count)
+        self.batches_ahead, self._settled = max(self.batches_ahead, count), None
 
     # -- what a kind of step may change
 
@@ -443,9 +347,73 @@ class Step:
         """
         if here.before_step is not None:
             here.before_step()
+        if self._settled is not None and (future := self._submit_settled(batch)) is not None:
+            return future
         return self._submit(batch, by_caller=self.waited_for)
 
+    @property
+    def settled(self) -> BoundStep | None:
+        """The kind of step that may ``run_ahead``, if the next one is of it and nothing has changed; None if Python must see each."""
+        settled = self._settled if here.before_step is None else None
+        return settled.bound_step if settled is not None and settled.holds() else None
+
+    def run_ahead(self, batches: Sequence[Batch], flag: _C.Flag, losses: list[torch.Tensor]) -> None:
+        """Run ``settled`` steps on the first of these batches, until ``flag`` is raised, and append their losses.
+
+        Only while no other step is under way. It ends before a batch of another kind, and before a step that Python must see.
+        Raises what a step raises.
+        """
+        assert self._settled is not None and not self._under_way
+        settled, before = self._settled, len(losses)
+        try:
+            settled.call.run_all(batches[: settled.left], flag, losses)
+        except BaseException as error:
+            self._settled = None
+            raise self._users(error, settled.bound_step, settled.call.failed_node) from None
+        finally:
+            self._count_settled(settled, len(losses) - before)
+
+    def _run_settled(self, batch: Batch) -> Any:
+        # What the step returns; None if Python must see it.
+        settled = self._settled
+        assert settled is not None
+        if not settled.holds():
+            return None
+        try:
+            outputs = settled.call.run(batch)
+        except BaseException as error:
+            self._settled = None
+            raise self._users(error, settled.bound_step, settled.call.failed_node) from None
+        if outputs is None:
+            return None
+        self._count_settled(settled, 1)
+        return self._returned(settled.bound_step, outputs)
+
+    def _submit_settled(self, batch: Batch) -> StepFuture | None:
+        settled = self._settled
+        assert settled is not None
+        before = self._under_way[-1].run if self._under_way else None
+        if not settled.holds() or (run := settled.call.submit(batch, self.waited_for, before)) is None:
+            return None
+        self.audit.steps += 1
+        future = StepFuture(self.engine, self._finish, run, settled.bound_step, False, 0, {}, gathered=frozenset())
+        self._under_way.append(future)
+        return future
+
+    def _count_settled(self, settled: Settled, steps: int) -> None:
+        self.audit.steps += steps
+        self.account["steps"] += steps
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # or schedulers warn of a missing optimizer.step()
+        if self.engine is not None:
+            self.engine.poll(self.job)
+            planned, missed = settled.call.take_requests()
+            self.planned_requests += planned
+            if missed:
+                self.missed_requests, self._settled = self.missed_requests + missed, None
+                settled.bound_step.plans.count_misses(missed)
+
     def _submit(self, batch: Batch, by_caller: bool, update: bool | None = None) -> StepFuture | Done:
+        self._settled = None
         if self._closed:
             raise JobCancelled(f"step {self.name!r} was closed")
         # It would wait for the lane and the memory that its caller holds: for ever.
@@ -479,7 +447,19 @@ class Step:
             return self._submit_opaque(batch, own, update, refused)
         if done is not None:
             return self._hand_in_captured(*done, bound_step, bound_step.plans.plan, update)
-        return self._submit_captured(bound_step, leaves, batch_spec, update, by_caller)
+        future = self._submit_captured(bound_step, leaves, batch_spec, update, by_caller)
+        if own is None or not bound_step.captured.changed_leaves:
+            self._settle(future, batch)
+        return future
+
+    def _settle(self, future: StepFuture, batch: Batch) -> None:
+        # A step that changes nothing but what it trains decides nothing for the next one of its kind.
+        if self._spec.has_sums or self._on_gpu or future.bound_step is None or self._bound_steps.reads_values:
+            return
+        if self.engine is not None and self.engine.reservations.clock is not None:
+            return
+        given = self.audit, self.engine, -1 if self.job is None else self.job, self._threads, batch
+        self._settled = Settled.of(future.bound_step, future.bound_step.plans.now, *given)
 
     def _flat(self, batch: Batch) -> tuple[list[Any], pytree.TreeSpec | None, Hashable]:
         there = brought(batch, self._spec.device, self._takes_arrays) if self._on_gpu else batch
@@ -568,17 +548,12 @@ class Step:
             elif not run.done:
                 raise JobCancelled(f"step {self.name!r}: an earlier step of this job failed")
             outputs = run.outputs()
-        except _C.Cancelled as error:
+        except BaseException as error:
             self._fall(future)
-            raise JobCancelled(str(error)) from None
-        except _C.NodeError as error:
-            self._fall(future)
-            assert future.bound_step is not None
-            node = future.bound_step.captured.lowered.instructions[run.failed_node]
-            raise node_error(self.name, node, error) from None
-        except BaseException:
-            self._fall(future)
-            raise
+            told = self._users(error, future.bound_step, run.failed_node)
+            if told is error:
+                raise
+            raise told from None
         # Results may be read twice; a step counts once.
         if future in self._under_way:
             self._under_way.remove(future)
@@ -588,12 +563,24 @@ class Step:
         if future.bound_step is None:
             return future.returned[0]
         self._note_run(run, future.bound_step, future.profiled)
-        names = future.bound_step.captured.capture.metrics
+        return self._returned(future.bound_step, outputs)
+
+    def _returned(self, bound_step: BoundStep, outputs: list[torch.Tensor]) -> Any:
+        names = bound_step.captured.capture.metrics
         return outputs[0] if names is None else (outputs[0], dict(zip(names, outputs[1:])))
+
+    def _users(self, error: BaseException, bound_step: BoundStep | None, failed_node: int) -> BaseException:
+        """Return the error of a step as its user is told it."""
+        if isinstance(error, _C.Cancelled):
+            return JobCancelled(str(error))
+        if isinstance(error, _C.NodeError) and bound_step is not None:
+            return node_error(self.name, bound_step.captured.lowered.instructions[failed_node], error)
+        return error
 
     def _fall(self, future: StepFuture) -> None:
         # A failed step takes the steps submitted after it along: their counters are undone from the last one back, as
         # if none of them had been submitted.
+        self._settled = None
         if future not in self._under_way:
             return
         self._micro = future.micro
@@ -664,7 +651,7 @@ class Step:
         return returned
 
     def _go_opaque(self, error: CaptureError) -> None:
-        self.opaque_reason = str(error)
+        self.opaque_reason, self._settled = str(error), None
         self._tell_eager(error, self._told)
         self._bound_steps.clear()
         self._begins_on_one_lane()

@@ -70,23 +70,29 @@ def test_each_trial_is_told_once(tmp_path: Path, kind: str) -> None:
     assert len({trial.params["x"] for trial in study.trials}) == 11  # samplers draw from numbers of their own
 
 
-@pytest.mark.parametrize("kind", ["memory", "journal"])
-def test_enqueued_trials_have_the_bits_of_one_process(tmp_path: Path, kind: str) -> None:
-    found = []
-    for processes in (1, 3):
-        pruner = optuna.pruners.NopPruner()
-        study = optuna.create_study(storage=storage(kind, tmp_path), study_name=f"in {processes}", pruner=pruner)
-        for width in range(4, 23):
+@pytest.mark.parametrize("kind", ["memory", "sqlite", "journal"])
+def test_enqueued_trials_have_the_bits_of_one_process(tmp_path: Path, kind: str, full: bool) -> None:
+    def run(processes: int, name: str) -> wf.StudySummary:
+        pruner, told = optuna.pruners.NopPruner(), Counter[int]()
+        study = optuna.create_study(storage=storage(kind, tmp_path), study_name=name, pruner=pruner)
+        for width in widths:
             study.enqueue_trial({"width": width})
         torch.manual_seed(7)
-        found.append(wf.optimize(study, job, 19, processes=processes, keep_weights="all"))
-        assert [trial.params["width"] for trial in study.trials] == [*range(4, 23)]
-    one, three = found
-    assert one.states == three.states == {"complete": 19} and len(one.results) == len(three.results) == 19
-    for ours, theirs in zip(three.results, one.results, strict=True):
-        assert ours.name == theirs.name and ours.losses == theirs.losses
-        assert ours.state_dict is not None and theirs.state_dict is not None
-        assert all(torch.equal(ours.state_dict[key], theirs.state_dict[key]) for key in theirs.state_dict)
+        summary = wf.optimize(
+            study, job, len(widths), processes=processes, keep_weights="all", callbacks=[lambda _, t: told.update([t.number])]
+        )
+        assert [trial.params["width"] for trial in study.trials] == [*widths]
+        assert told == Counter(range(len(widths))) and summary.states == {"complete": len(widths)}
+        return summary
+
+    widths = range(4, 41 if full else 23)
+    one = run(1, "one")
+    for again in range(10 if full else 1):
+        three = run(3, f"three, {again}")
+        for ours, theirs in zip(three.results, one.results, strict=True):
+            assert ours.name == theirs.name and ours.losses == theirs.losses
+            assert ours.state_dict is not None and theirs.state_dict is not None
+            assert all(torch.equal(ours.state_dict[key], theirs.state_dict[key]) for key in theirs.state_dict)
 
 
 def test_weights_of_the_best_trial_are_kept() -> None:
@@ -165,7 +171,12 @@ def test_processes_that_always_end_are_not_started_for_ever() -> None:
     assert all(trial.state == TrialState.FAIL for trial in study.trials)
 
 
-@pytest.mark.parametrize("seed", range(3))
+def moments(few: int) -> list[Any]:
+    """As many drawn moments, twenty in the campaign."""
+    return [pytest.param(seed, marks=[pytest.mark.campaign] if seed >= few else []) for seed in range(20)]
+
+
+@pytest.mark.parametrize("seed", moments(3))
 def test_a_process_killed_at_any_moment(tmp_path: Path, seed: int) -> None:
     def objective(trial: optuna.Trial) -> float:
         (tmp_path / f"{trial.number}").write_text(str(os.getpid()))
@@ -198,11 +209,11 @@ import waterflow as wf
 
 def objective(trial):  # of a script without a guard
     open(os.path.join(sys.argv[1], f"trial-{trial.number}"), "w").write(str(os.getpid()))
-    time.sleep(60)
+    time.sleep(float(sys.argv[2]))
     return 0.0
 
 study = optuna.create_study(storage=f"sqlite:///{sys.argv[1]}/study.db", study_name="a")
-wf.optimize(study, objective, 10, processes=2)
+wf.optimize(study, objective, processes=2)
 """
 
 
@@ -213,24 +224,34 @@ def lives(pid: int) -> bool:
         return False
 
 
+def pid_of(path: Path) -> int:
+    return int(path.read_text() or 0)
+
+
+@pytest.mark.parametrize("seed", moments(2))
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_the_caller_is_interrupted_or_killed(tmp_path: Path, how: signal.Signals) -> None:
+def test_the_caller_is_interrupted_or_killed(tmp_path: Path, how: signal.Signals, seed: int) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    caller = subprocess.Popen([sys.executable, str(script), str(tmp_path)], stderr=subprocess.DEVNULL, env=environment)
+    numbers = torch.Generator().manual_seed(seed)
+    seconds = 60.0 if seed == 0 else 0.02  # trials that end meanwhile, or none
+    caller = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path), str(seconds)], stderr=subprocess.DEVNULL, env=environment
+    )
     deadline = time.monotonic() + WAIT
-    while len(there := [*tmp_path.glob("trial-*")]) < 2 and time.monotonic() < deadline:
+    while len({*map(pid_of, tmp_path.glob("trial-*"))} - {0}) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
-    pids = [int(path.read_text()) for path in there]
+    time.sleep(float(torch.rand((), generator=numbers)))
     caller.send_signal(how)
     caller.wait(WAIT)
+    pids = {*map(pid_of, tmp_path.glob("trial-*"))} - {0}
     while any(map(lives, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(pids) >= 2 and not any(map(lives, pids))
     study = optuna.load_study(study_name="a", storage=f"sqlite:///{tmp_path}/study.db")
     if how == signal.SIGINT:
-        assert all(trial.state == TrialState.FAIL for trial in study.trials)
+        assert all(trial.state.is_finished() for trial in study.trials)
 
 
 def test_a_grid_is_walked_once() -> None:

@@ -182,6 +182,11 @@ def assert_equal(one: JobRunner, other: JobRunner, results: tuple[wf.JobResult, 
             assert same, (number, key)
 
 
+@pytest.fixture(autouse=True)
+def each_step_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("waterflow.training.runner.MOST_RUN", 1)
+
+
 def ask_at(runner: JobRunner, at: int, what: Callable[[], Any]) -> tuple[list[Any], Callable[[], None]]:
     """Ask before step ``at`` (counted over all epochs): exactly there, whatever the speed of threads."""
     safepoint, answers = runner._safepoint, []

@@ -432,6 +432,7 @@ def _modules_kept(model: nn.Module) -> Iterator[Any]:
                     entries[name] = old
 
 
+NEVER = 1 << 62
 EARLIEST, LATEST = 2, 50  # a job's steps, between which the second audit of a captured step lies
 RARE = 100, 500  # the same for the job's next audit; each later one lies ten times further
 SMALL = 16 << 20  # bytes that any machine has
@@ -477,6 +478,20 @@ class Audit:
             return True
         self._trusted.add(bound_step.code)
         return False
+
+    def quiet_until(self, bound_step: BoundStep) -> int:
+        """Return the number of a captured step before which none of this kind is due, as far as it is known now."""
+        how_often = self._how_often
+        if how_often == "off":
+            return NEVER
+        if isinstance(how_often, int):
+            return self.steps + how_often - (self.steps - 1) % how_often
+        exact = bound_step.plain.exactly or bound_step.plain
+        number = exact.capture.number
+        audited = exact.audited if how_often == "first" else self._own.get(number)
+        if number not in self._rare or audited is None or not audited.known:
+            return 0
+        return self._rare[number] if audited.later < 0 else min(self._rare[number], audited.later)
 
     def _is_due(self, bound_step: BoundStep) -> bool:
         how_often = self._how_often

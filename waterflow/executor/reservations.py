@@ -48,6 +48,7 @@ class Reservations:
         self._stay: dict[int, float] = {}  # jobs that could not be preempted, and the time before which none asks again
         self._known_to_stay: set[int] = set()  # jobs that a warning has named
         self.limit, self.reserve = limit, reserve
+        self.changes = 0  # of claims and policies: what ``covers`` was true stays so until the next one
         self.clock: VirtualClock | None = None  # set where the order of events must not follow the wall clock
         self.persistent_log: list[tuple[int, int, str, int]] = []
         self.highest = 0  # bytes of the highest step that was claimed
@@ -130,6 +131,7 @@ class Reservations:
                         since = mine.since if mine is not None else time.monotonic()
                         opportunistic = self.policy_of(job).opportunistic
                         self._claims[job] = Claim(plan.name, owner, worker, wanted, height, opportunistic, needed, since)
+                        self.changes += 1
                         highest = sorted(c.height for c in self._claims.values())[-self.native.lanes :]
                         claimed = self.room - self._capacity() + min(sum(highest), self._capacity())
                         self.most_claimed = max(self.most_claimed, claimed)
@@ -272,6 +274,7 @@ class Reservations:
         with self._turn(), self._guard:
             self._forget(job)
             claim = self._claims.pop(job, None)
+            self.changes += 1
             if claim is not None:
                 self._book(job, claim.name, 0)
                 self._give_back_pages()
@@ -311,6 +314,7 @@ class Reservations:
             except ValueError:  # the job has left; it brings its policy when it returns
                 return
             self._policies[job] = policy
+            self.changes += 1
             self._stay.pop(job, None)
             if (claim := self._claims.get(job)) is not None:
                 claim.opportunistic = policy.opportunistic
@@ -340,6 +344,7 @@ class Reservations:
         with self._turn(), self._guard:
             if (claim := self._claims.get(job)) is not None and height < claim.height:
                 claim.height = height
+                self.changes += 1
                 self._changed.notify_all()
 
     def _leave(self, job: int, plan: Plan) -> None:
@@ -501,6 +506,7 @@ class Reservations:
             if self.closed:
                 return False
             self.closed = True
+            self.changes += 1
             self._claims.clear()
             self._changed.notify_all()
             return True

@@ -189,7 +189,6 @@ def optimize(
             },
         )
         run = StudyRun(study)
-        left = None if until is None else until - (time.monotonic() - began)
         starts = starts_of(
             processes,
             study,
@@ -205,7 +204,7 @@ def optimize(
             keep_weights=keep_weights,
             trial_timeout=trial_timeout,
             catch=caught,
-            deadline=left,
+            deadline=None if until is None else began + until,
         )
         with ProgressLine(n_trials, "trials", show_progress_bar) as progress:
             return Processes(study, starts, keep_weights, run).run(n_trials, timeout, list(callbacks or ()), progress)

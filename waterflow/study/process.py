@@ -9,6 +9,7 @@ import pickle
 import queue
 import sys
 import threading
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -33,7 +34,8 @@ from waterflow.units import Mode
 class Start:
     """The first message to a process. ``study`` has a ``Remote`` storage; ``seed`` is the base of its trials' seeds.
 
-    ``cores`` are those that it may run on, ``memory`` is in bytes, ``deadline`` in seconds from now.
+    ``cores`` are those that it may run on, ``memory`` is in bytes, ``deadline`` on the clock of ``time.monotonic()``, which all
+    processes share.
     """
 
     study: Any
@@ -139,8 +141,9 @@ def main() -> None:
         limits = start.memory, start.lanes, start.threads_per_lane
         with Engine("cpu", *limits, exact=start.exact, mode=start.mode) as engine, engine.reservations.retain_pages():
             engine.lengths = TrialLengths()
+            left = None if start.deadline is None else start.deadline - time.monotonic()
             about = start.max_concurrent, False, start.gc_after_trial, start.keep_weights, start.trial_timeout
-            runner = StudyRunner(start.study, start.objective, engine, *about, run, None, start.deadline)
+            runner = StudyRunner(start.study, start.objective, engine, *about, run, None, left)
             run.results = runner.results
             made = runner.run(None, None, start.catch, [], ProgressLine(None, "trials", False))
         link.tell("done", made.steps, made.captures, made.lane_busy, made.run_again)

@@ -36,7 +36,7 @@ from waterflow.training.job_state import JobState, as_checkpoint_error, check_sa
 from waterflow.training.safepoint import Safepoint, State
 from waterflow.training.schedulers import of_numbers, step_after_epoch
 from waterflow.training.shards.step import ShardedStep
-from waterflow.training.step_queue import STEPS_AHEAD, StepQueue, between_steps, step_of, steps_ahead
+from waterflow.training.step_queue import BRIDGE_SECONDS, MOST_RUN, STEPS_AHEAD, StepQueue, between_steps, step_of, steps_ahead
 
 logger = logging.getLogger("waterflow")
 
@@ -144,12 +144,14 @@ class JobRunner:
     def end(self, reason: str = "stopped") -> None:
         """End the job between two steps; do not wait for that."""
         self._stop = self._stop or reason
+        self._safepoint.flag.raised = True
 
     def stop(self, reason: str = "stopped") -> None:
         """End the job at its next group boundary, and wait for that."""
         with self._lock:
             self._stop = reason
             step = self.step
+        self._safepoint.flag.raised = True
         if step is not None and step.job is not None and self.engine is not None:
             with contextlib.suppress(ValueError):  # it has left already
                 self.engine.cancel(step.job, reason)
@@ -201,6 +203,7 @@ class JobRunner:
     def break_off(self) -> None:
         """End the job now, and interrupt the user's code (data, evaluation), which ``stop()`` would let finish."""
         self._stop = self._stop or "interrupted"
+        self._safepoint.flag.raised = True
         self._user_code.break_off()
 
     @property
@@ -478,6 +481,7 @@ class JobRunner:
         memory.new_pass()
         by_step = self._scheduler is not None and self.job.scheduler_interval == "step"
         self.step.waited_for = not self._batches.reads_ahead or (by_step and not of_numbers(self._scheduler))
+        runs = isinstance(self._batches, Batches) and self._batches.reads_ahead and not by_step
         if not self._batches.reads_ahead:
             batches = between_steps(batches, steps, self.job.name, self._account)
         try:
@@ -489,6 +493,8 @@ class JobRunner:
                 except StopIteration:
                     break
                 self._check_stop()
+                if runs and not policy.held and self._run_ahead(batch):
+                    continue
                 # The job is to leave, or was held while the batch came: it waits in _serve().
                 if policy.held or (pending := self._submit(batch)) is None:
                     self._batches.put_back(batch)
@@ -513,6 +519,29 @@ class JobRunner:
         finally:
             self._losses += steps.losses()
         return self._losses[self._epoch_began :]
+
+    def _run_ahead(self, batch: Any) -> bool:
+        # Where all batches are there, short steps follow each other without Python; False if this one cannot.
+        assert self.step is not None and self._memory is not None and isinstance(self._batches, Batches)
+        bound_step = self.step.settled
+        if bound_step is None or self.step.plan.seconds > BRIDGE_SECONDS or self._memory.written_by(bound_step):
+            return False
+        flag, policy = self._safepoint.flag, self.lease.policy
+        flag.raised = False
+        if policy.held or self._stop is not None or not (more := self._batches.more(MOST_RUN - 1)):
+            return False
+        if self._safepoint.state is State.REQUESTED:
+            flag.raised = True
+        batches, before, ran = [batch, *more], 0, 0
+        try:
+            self._steps.take_all()
+            before = self._steps.ended
+            self._steps.run(self.step, batches, flag)
+        finally:
+            ran = self._steps.ended - before
+            for left in reversed(batches[ran or 1 :]):
+                self._batches.put_back(left)
+        return ran > 0
 
     def _step_scheduler(self, optimizer: Any) -> None:
         if not of_numbers(self._scheduler):

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from enum import Enum
 from typing import Literal
 
+from waterflow import _C
 from waterflow.errors import CheckpointError
 from waterflow.training.checkpoint import Checkpoint
 
@@ -37,6 +38,7 @@ class Safepoint:
         self._state = State.RUNNING
         self._requests: dict[Future[Checkpoint], Request] = {}
         self._answer: Checkpoint | Exception | None = None  # for requests of a job that is suspended or has ended
+        self.flag = _C.Flag()  # raised for the job to look at its requests, and whether it is held or to end
         self._comes_back = False  # without resume(): all requests wanted only its memory
 
     @property
@@ -50,6 +52,7 @@ class Safepoint:
         with self._lock:
             self._requests[made], answer = what, self._answer
             self._comes_back &= what != "suspend"
+            self.flag.raised = True
             self._changed.notify_all()
         if answer is not None:
             self._settle([made], answer)
@@ -115,8 +118,9 @@ class Safepoint:
             check()
 
     def look_again(self) -> None:
-        """Let the job, if it stands by, look whether it is held."""
+        """Let the job look whether it is held, or to end."""
         with self._lock:
+            self.flag.raised = True
             self._changed.notify_all()
 
     def resume(self) -> None:

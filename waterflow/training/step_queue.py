@@ -7,13 +7,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from waterflow import _C
 from waterflow.executor.engine import Engine
 from waterflow.executor.program.step_future import Done, StepFuture
 from waterflow.executor.stats import Account
@@ -29,6 +30,7 @@ STEPS_AHEAD = 2
 # Short steps are queued deeper where their batches are small: so much work bridges a wait for the interpreter lock.
 BRIDGE_SECONDS = 5e-3
 MOST_STEPS_AHEAD = 16
+MOST_RUN = 32  # short steps that a job runs without a look at what others ask of it
 TOLD_SECONDS, TOLD_SHARE = 3.0, 0.2  # warn a job that spent this share of at least so long on its data
 BATCH_SHARE = 1 / 32  # of the engine's reserve, for the batches that one job queues beyond its claim
 
@@ -86,6 +88,10 @@ class StepQueue:
     def add(self, future: StepFuture | Done) -> None:
         """Append a submitted step."""
         self._under_way.append(future)
+
+    def run(self, step: Step, batches: Sequence[Any], flag: _C.Flag) -> None:
+        """``step.run_ahead``; all that were added have completed."""
+        step.run_ahead(batches, flag, self._ended)
 
     def take_half(self) -> None:
         """Wait until half of the queue has completed."""

@@ -24,6 +24,7 @@ HOLDS_NO_PYTHON = {
     "CudaArena": NATIVE,
     "CudaDevice": NATIVE,
     "CudaLimit": NATIVE,
+    "Flag": NUMBERS,
     "Engine": "its jobs' steps, as long as they are to be run: what they hold must live until then",
     "GroupPlan": NUMBERS,
     "OrderFault": NUMBERS,
@@ -133,6 +134,11 @@ def of_outputs(anchor: Anchor) -> _C.StepRun:
     return run
 
 
+def of_call(anchor: Anchor) -> _C.StepCall:
+    plan = _C.GroupPlan(ends=[1], peak=[0], after=[0])
+    return _C.StepCall(of_input(anchor), plan, [], [], (torch.zeros(2),), [], 1)
+
+
 def of_event(anchor: Anchor) -> _C.ObservedEvent:
     return _C.ObservedEvent((0, anchor, 0, 0, 0))  # type: ignore[call-arg]
 
@@ -141,6 +147,7 @@ CYCLES: dict[str, list[Callable[[Anchor], Any]]] = {
     "Binding": [of_input, of_form, of_gradient, of_number],
     "Guards": [of_guards, of_themselves, of_a_binding],
     "StateBytes": [of_bytes],
+    "StepCall": [of_call],
     "StepRun": [run_of, of_error, of_outputs],
     "Observation": [
         lambda anchor: _C.Observation(None, None, anchor, ()),  # type: ignore[arg-type]

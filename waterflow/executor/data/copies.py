@@ -170,6 +170,11 @@ class Ranges:
         # A running maximum, as a range may enclose later ones.
         self._ends = list(accumulate((end for _, end in ranges), max))
 
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Where each begins, and where it and all before it have ended."""
+        return [*zip(self._starts, self._ends)]
+
     def have(self, tensor: torch.Tensor) -> bool:
         """Return True if the tensor has a byte in one of the ranges."""
         if not self._starts or not tensor.numel():

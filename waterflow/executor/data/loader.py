@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -227,10 +228,23 @@ class Batches:
         with self._own_numbers(), self._turn:
             return next(self._reading)
 
+    def more(self, most: int) -> list[Any]:
+        """Return at most so many of the batches that follow in this pass, if they exist already, as those of a list do.
+
+        Those that are not trained on must be put back, the last one first.
+        """
+        if type(self.source) not in (list, tuple) or self._reading is None:
+            return []
+        back = self._back[-most:][::-1]
+        del self._back[len(self._back) - len(back) :]
+        read = [*itertools.islice(self._reading, most - len(back))]
+        self._read += len(read)
+        return back + read
+
     # -- places
 
     def put_back(self, batch: Any) -> None:
-        """Put back the last batch, which was not trained on, so that it is yielded again."""
+        """Put back the last batch that was not trained on, so that it is yielded again."""
         self._back.append(batch)
 
     def place(self, in_pass: bool = False) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from waterflow import _C
@@ -24,24 +23,16 @@ from waterflow.executor.data.copies import Ranges, copies_of
 from waterflow.executor.program import ownership
 from waterflow.executor.program.binding import Owner, bind
 from waterflow.executor.program.capture_budget import CaptureBudget, NewKind
-from waterflow.executor.program.capture_cache import (
-    CapturedStep,
-    ChangedMeanwhile,
-    Code,
-    StepPlans,
-    assemble,
-    build,
-    captures,
-    codes,
-    owning,
-)
+from waterflow.executor.program.capture_cache import CapturedStep, ChangedMeanwhile, Code, StepPlans, build, captures, codes
+from waterflow.executor.program.first_updates import Begun, FirstUpdates, HalfBegun, Members, members_of
+from waterflow.executor.program.forms import form_of
 from waterflow.executor.program.ownership import Hold, holders
 from waterflow.partition.capture.fake_rules import surprises
 from waterflow.partition.capture.leaks import LeavesTensors
-from waterflow.partition.capture.optimizers import FIRST_STEP_FLAG, parameters_of
+from waterflow.partition.capture.optimizers import parameters_of
 from waterflow.partition.capture.spec import StepSpec
 from waterflow.partition.capture.substitution import ChangesItself
-from waterflow.partition.capture.trace import Capture, no_gradient
+from waterflow.partition.capture.trace import no_gradient
 from waterflow.partition.guards import node_hooks
 from waterflow.partition.guards.batch_reads import Answers, LeafRead, answers_of, free_places, with_values
 from waterflow.partition.guards.beside_leaves import Beside
@@ -49,109 +40,9 @@ from waterflow.partition.guards.cache_key import Fingerprint
 from waterflow.partition.guards.settings import ambient_key
 from waterflow.partition.guards.step_key import state_of, structure_key, what_changed
 from waterflow.partition.guards.trace_writes import others_run
-from waterflow.partition.passes.offload import Offloading, choose_spilled, spill
-from waterflow.partition.passes.rematerialize import Recomputation, choose, lowest, repeat
-from waterflow.partition.passes.storages import StorageTable
-from waterflow.partition.plan.liveness import lifetimes
-from waterflow.partition.plan.offsets import MOST_WORK, place
-from waterflow.partition.plan.plan import Plan, format_bytes
+from waterflow.partition.plan.plan import Plan
 
 logger = logging.getLogger("waterflow")
-
-
-Members = tuple[tuple[torch.Tensor, ...], ...]  # by group: the parameters whose state a step's update reads
-Begun = dict[torch.Tensor, dict[str, torch.Tensor]]  # entries of the optimizer's state by parameter
-_KEY = "momentum_buffer"
-
-
-class HalfBegun(CaptureError):
-    """An update has parameters with momentum and parameters without, which one fused call cannot update."""
-
-
-def members_of(captured: CapturedStep, optimizer: Optimizer, tensors: dict[str, torch.Tensor]) -> Members:
-    """Return by group the parameters, from ``tensors`` by name, whose state the update of a captured step reads."""
-    nodes = (node for node in captured.capture.graph.nodes if node.op == "placeholder")
-    moved = {
-        id(tensors[given.name]) for node, given in zip(nodes, captured.capture.inputs) if given.kind == "state" and node.users
-    }
-    return tuple(tuple(p for p in group["params"] if id(p) in moved) for group in optimizer.param_groups)
-
-
-class FirstUpdates:
-    """Optimizer state that was allocated for a captured step, and counts as missing until its first update was submitted."""
-
-    # A captured step needs the state as an input, where an eager one creates it in its update. SGD's first update sets the
-    # momentum to the gradient itself, so each group has a flag that says that it is the first.
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._laid_out: Begun = {}  # allocated entries that no update has reached
-        self._told: dict[Hashable, tuple[Members, dict[str, bool]]] = {}
-
-    def flags(self, members: Members) -> dict[str, bool]:
-        """Return the groups' flags, a dict that is kept up to date. Raises HalfBegun for a group that no flag is right for."""
-        if (group := self.half_begun(members)) is not None:
-            raise HalfBegun(f"some parameters of group {group} are updated for the first time, beside others that have momentum")
-        key = tuple(tuple(map(id, group)) for group in members)
-        self._told[key] = members, (flags := self._told[key][1] if key in self._told else {})
-        self.look_again()
-        return flags
-
-    def half_begun(self, members: Members) -> int | None:
-        """Return the number of a group in which some parameters have momentum and others have not, or None."""
-        if not isinstance(self._optimizer, torch.optim.SGD):
-            return None
-        return next((n for n, group in enumerate(members) if len(set(map(self._has_begun, group))) > 1), None)
-
-    @contextlib.contextmanager
-    def laying_out(self, members: Members) -> Iterator[None]:
-        """Record the state entries of ``members`` that are created inside the context."""
-        state = self._optimizer.state
-        before = {p: {k for k, v in state.get(p, {}).items() if v is not None} for group in members for p in group}
-        yield
-        for parameter, there in before.items():
-            if new := {key: value for key, value in state[parameter].items() if key not in there}:
-                self._laid_out.setdefault(parameter, {}).update(new)
-
-    def begin(self, members: Members) -> Begun:
-        """Note that an update of ``members`` was submitted; return the state that is updated for the first time by it."""
-        begun = {p: self._laid_out.pop(p) for group in members for p in group if p in self._laid_out}
-        if begun:
-            self.look_again()
-        return begun
-
-    def undo(self, begun: Begun, ended: bool) -> None:
-        """Undo ``begin``, as that update failed. If it has ``ended``, state that it did not reach is removed again."""
-        self._laid_out.update(begun)
-        if ended:
-            self.take_back(begun)
-        if begun:
-            self.look_again()
-
-    def take_back(self, begun: Begun | None = None) -> None:
-        """Remove allocated state, of ``begun`` or of all parameters, that no update has reached."""
-        for parameter, laid in [*(self._laid_out if begun is None else begun).items()]:
-            entries = self._optimizer.state.get(parameter, {})
-            # A value that is not zero was reached by the update, or set by the user: it stays.
-            same = all(entries.get(key) is value for key, value in laid.items())
-            if same and not any(value.count_nonzero() for value in laid.values()):
-                self._laid_out.pop(parameter, None)
-                for key in laid:
-                    del entries[key]
-                if not entries:
-                    del self._optimizer.state[parameter]
-
-    def look_again(self) -> None:
-        """Compute all flags anew, as after an update by the optimizer's own ``step()``."""
-        for members, flags in self._told.values():
-            for number, group in enumerate(members):
-                flags[f"{FIRST_STEP_FLAG}:{number}"] = bool(group) and not any(map(self._has_begun, group))
-
-    def _has_begun(self, parameter: torch.Tensor) -> bool:
-        if not isinstance(self._optimizer, torch.optim.SGD):
-            return True
-        buffer = self._optimizer.state.get(parameter, {}).get(_KEY)
-        return buffer is not None and buffer is not self._laid_out.get(parameter, {}).get(_KEY)
 
 
 # A kind of batch: its form, whether the step updates, settings of the process, the parameters with gradients from earlier
@@ -273,92 +164,6 @@ class Changing:
         return False
 
 
-Chosen = TypeVar("Chosen", Recomputation, Offloading)
-_ATTEMPTS = 3
-_LOOK = MOST_WORK // 20  # work of a trial placement; that of a plan is searched for longer, and is no higher
-
-
-def form_for(captured: CapturedStep, height: int, *, offload: bool = False) -> CapturedStep:
-    """Return a form of the step that is at most ``height`` bytes high by its graph: ``captured`` itself if it is.
-
-    The form recomputes activations; with ``offload`` it keeps them in host memory if recomputing is not enough or not
-    possible. The height is that of the placed memory; temporaries inside kernels come on top. Raises MemoryLimitError, whose
-    ``needed`` is the lowest height that was found.
-    """
-    needed = whole = placed_height(captured)
-    if whole <= height:
-        return captured
-    table = StorageTable(captured.capture.graph)
-    # Recomputing first: by the cost model ResNet-50 at 0.9 of its height takes 0.12 ms for it, 0.68 ms for copies over PCIe 3.
-    ways: list[Callable[[], CapturedStep]] = []
-    if captured.capture.apart:
-        ways.append(lambda: _lowered(captured, table, height, choose, lowest, _repeating))
-    if offload:
-        ways.append(lambda: _lowered(captured, table, height, choose_spilled, lambda t: choose_spilled(t, 0), _offloading))
-    for way in ways:
-        made = way()
-        reached = placed_height(made)
-        if reached <= height:
-            return made
-        needed = min(needed, reached)
-    done = "can be recomputed or held in host memory" if offload else "can be recomputed"
-    remedy = "raise the quota" if offload else "allow more with recompute="
-    raise MemoryLimitError(
-        f"step {captured.predicted.name!r} cannot be brought to a height of {format_bytes(height)}: it is "
-        f"{format_bytes(whole)} high, and {format_bytes(needed)} with all that {done}. Lower the batch size, or {remedy}.",
-        needed=needed,
-        limit=height,
-    )
-
-
-def _lowered(
-    captured: CapturedStep,
-    table: StorageTable,
-    height: int,
-    choose: Callable[[StorageTable, int], Chosen],
-    lowest: Callable[[StorageTable], Chosen],
-    make: Callable[[CapturedStep, StorageTable, Chosen], CapturedStep],
-) -> CapturedStep:
-    # The choice counts live bytes, and the placement may end higher: the target is lowered by the difference, a few times.
-    target = height
-    for _ in range(_ATTEMPTS):
-        chosen = choose(table, target)
-        if chosen.peak > target:
-            break
-        made = make(captured, table, chosen)
-        beyond = placed_height(made) - height
-        if beyond <= 0:
-            return made
-        target -= beyond
-    return make(captured, table, lowest(table))
-
-
-def _repeating(captured: CapturedStep, table: StorageTable, chosen: Recomputation) -> CapturedStep:
-    made = _assembled(captured, repeat(captured.capture, table, chosen))
-    # First calls that only the backward pass had a use for have gone: a little more may be free than was counted on.
-    made.recomputed = replace(chosen.cost(), freed=captured.predicted.height - made.predicted.height)
-    return made
-
-
-def _offloading(captured: CapturedStep, table: StorageTable, chosen: Offloading) -> CapturedStep:
-    made = _assembled(captured, spill(captured.capture, table, chosen))
-    made.offloaded = replace(chosen.cost(), freed=captured.predicted.height - made.predicted.height)
-    made.predicted = replace(made.predicted, offloaded=made.offloaded.held)
-    return made
-
-
-def _assembled(captured: CapturedStep, capture: Capture) -> CapturedStep:
-    return owning(assemble(capture, captured.predicted.name, captured.keep, captured.exact))
-
-
-def placed_height(captured: CapturedStep) -> int:
-    """Return the height of a step by a trial placement, in bytes, including its outputs."""
-    instructions = captured.lowered.instructions
-    lives = lifetimes(captured.capture.graph, instructions)
-    kept = sum(life.size for life in lives if life.kept)
-    return max(captured.predicted.height, place(lives, len(instructions), work=_LOOK).height + kept)
-
-
 _T = TypeVar("_T")
 Recompute = int | Literal["auto"] | None
 MOST_SHAPES = 64
@@ -407,13 +212,6 @@ def _described(key: Key, leaves: list[Any], batch_spec: pytree.TreeSpec | None) 
 
 def _kind_of(structure: Hashable, key: Key) -> int:
     return hash((structure, key))
-
-
-def _form(plain: CapturedStep, height: int | None, offload: bool = False) -> CapturedStep:
-    if height is None or not (plain.capture.apart or offload):
-        return plain
-    key = plain.capture.number, plain.exact, height, offload
-    return captures.get(key, lambda: form_for(plain, height, offload=offload))
 
 
 @doing("capturing its step", interruptible=False)  # in some callbacks of a trace an exception would end the process
@@ -488,6 +286,11 @@ class BoundSteps:
         base: Key = (batch_key, update, ambient_key(self._spec.device.type), gathered, ())
         return self._answering(base, leaves, batch_spec, at)
 
+    @property
+    def reads_values(self) -> bool:
+        """True if a step of the job goes by values of its batches."""
+        return bool(self._read)
+
     def _elsewhere(self, key: Key, kind: int | None) -> bool:
         return not self._budget.own and (captures.know(key) if kind is None else captures.have(kind))
 
@@ -527,7 +330,7 @@ class BoundSteps:
         before = self._heights.get(bound_step.key)
         beyond = bound_step.plans.plan.height - height
         wanted = bound_step.plans.graph_height(height) if before is None else before - max(1, beyond)
-        _form(bound_step.plain, max(0, wanted))
+        form_of(bound_step.plain, max(0, wanted))
         self._heights[bound_step.key] = wanted
         return self._make(bound_step.key, leaves, batch_spec)
 
@@ -535,7 +338,7 @@ class BoundSteps:
         spec = replace(self._spec, update=key[1], gathered=key[3])
         plain, structure, fingerprint = self._capture(spec, key, leaves, batch_spec, runs=True)
         (code := codes.of(structure[0])).check()
-        form = captured = _form(plain, self._height(key))
+        form = captured = form_of(plain, self._height(key))
         if (reduced := self._reduced.get(key)) is not None and reduced[0] is form:
             captured = reduced[2]
         if self._hold is not None:
@@ -621,7 +424,7 @@ class BoundSteps:
             if height < whole.lowest:
                 return None
             try:
-                form = _form(whole.plain, height, offload=True)
+                form = form_of(whole.plain, height, offload=True)
             except MemoryLimitError as error:
                 whole.lowest = error.needed
                 return None
@@ -646,7 +449,7 @@ class BoundSteps:
         with as_refusal():
             plain, structure, key = self._answering(base, leaves, batch_spec, at)
             codes.of(structure[0]).check()
-            return _form(plain, self._height(key) if height is None else height)
+            return form_of(plain, self._height(key) if height is None else height)
 
     def _height(self, key: Hashable) -> int | None:
         return self._recompute if isinstance(self._recompute, int) else self._heights.get(key)

@@ -90,6 +90,9 @@ class _Codes:
 codes = _Codes()
 
 
+_BEGUN = 1 << 62
+
+
 @dataclass(eq=False)
 class Audited:
     """The two audits of one captured step, which all of its jobs share: at its first step, and at a later step of a job."""
@@ -97,12 +100,17 @@ class Audited:
     later: int = 0  # the number of that step in its job; 0 before the first audit, -1 after the second
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
+    @property
+    def known(self) -> bool:
+        """True once the step of the second audit is known, or that has begun."""
+        return self.later < 0 or 0 < self.later < _BEGUN
+
     def begins(self) -> bool:
         """Return True if the first audit has not begun; the caller must then make it."""
         with self._lock:
             if self.later:
                 return False
-            self.later = 1 << 62
+            self.later = _BEGUN
             return True
 
     def ends(self, step: int) -> bool:

@@ -11,7 +11,8 @@ from torch.utils import _pytree as pytree
 
 from waterflow import _C
 from waterflow.executor.engine import Engine
-from waterflow.executor.program.bound_step import Begun, BoundStep
+from waterflow.executor.program.bound_step import BoundStep
+from waterflow.executor.program.first_updates import Begun
 
 
 def taken(result: Any) -> Any:

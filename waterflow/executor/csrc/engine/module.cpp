@@ -16,6 +16,7 @@
 #include "waterflow/executor/csrc/engine/admission.h"
 #include "waterflow/executor/csrc/engine/engine.h"
 #include "waterflow/executor/csrc/engine/simulation.h"
+#include "waterflow/executor/csrc/engine/step_call.h"
 #include "waterflow/executor/csrc/graphs/step_graphs.h"
 #include "waterflow/executor/csrc/program/bound_program.h"
 #include "waterflow/executor/csrc/program/collected.h"
@@ -69,49 +70,6 @@ OpenEngines& open_engines() {
 template <typename Method>
 py::cpp_function unlocked(Method method) {
   return py::cpp_function(method, py::call_guard<py::gil_scoped_release>());
-}
-
-// Waits without the interpreter lock, looking now and then whether the user pressed Ctrl-C.
-void wait_done(Engine& engine, const std::shared_ptr<StepRun>& run) {
-  bool done = false;
-  while (!done) {
-    {
-      py::gil_scoped_release release;
-      done = engine.wait(run, 50);
-    }
-    if (!done && PyErr_CheckSignals() != 0) {
-      py::error_already_set interrupted;
-      {
-        py::gil_scoped_release release;
-        engine.leave(run->job);
-      }
-      throw interrupted;
-    }
-  }
-}
-
-py::list outputs(StepRun& run) {
-  PyObject* told = run.told.first();
-  if (told != nullptr && PyExceptionInstance_Check(told)) {
-    PyErr_Restore(Py_NewRef(reinterpret_cast<PyObject*>(Py_TYPE(told))), Py_NewRef(told),
-                  PyException_GetTraceback(told));
-    throw py::error_already_set();
-  }
-  if (told != nullptr) return py::reinterpret_borrow<py::list>(told);
-  if (run.error) std::rethrow_exception(run.error);
-  py::list list;
-  for (const auto& tensor : run.outputs) {
-    if (tensor.defined()) {
-      list.append(py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)));
-    } else {
-      list.append(py::none());
-    }
-  }
-  if (run.done) {
-    run.told(list.ptr());
-    run.outputs.clear();
-  }
-  return list;
 }
 
 // A row of numbers for each entry.
@@ -315,6 +273,22 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            })
       .def("check", &Engine::check, py::call_guard<py::gil_scoped_release>())
       .def_static("now_ns", &now_ns);
+
+  py::class_<Flag>(m, "Flag")
+      .def(py::init<>())
+      .def_property(
+          "raised", [](const Flag& self) { return self.raised.load(); }, [](Flag& self, bool to) { self.raised = to; });
+  py::class_<StepCall>(m, "StepCall", collected<StepCall>())
+      .def(py::init<const py::object&, std::shared_ptr<GroupPlan>, std::vector<int32_t>, std::vector<int32_t>,
+                    const py::object&, std::vector<StepCall::Ranges>, int32_t, Engine::Id, std::shared_ptr<Engine>>(),
+           py::arg("binding"), py::arg("plan"), py::arg("slots"), py::arg("places"), py::arg("batch"),
+           py::arg("changed"), py::arg("threads"), py::arg("job") = -1, py::arg("engine") = nullptr)
+      .def_property_readonly("knows_form", &StepCall::knows_form)
+      .def_property_readonly("failed_node", &StepCall::failed_node)
+      .def("run", &StepCall::run)
+      .def("run_all", &StepCall::run_all, py::arg("batches"), py::arg("flag"), py::arg("losses"))
+      .def("submit", &StepCall::submit, py::arg("batch"), py::arg("by_caller"), py::arg("before") = nullptr)
+      .def("take_requests", &StepCall::take_requests);
 
   m.def("close_engines", [] { open_engines().close(); }, py::call_guard<py::gil_scoped_release>());
   py::module_::import("atexit").attr("register")(m.attr("close_engines"));

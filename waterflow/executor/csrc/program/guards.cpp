@@ -58,8 +58,7 @@ Denormals::~Denormals() {
   if (changed_) set_here(before_);
 }
 
-std::string ambient(const std::string& device_type) {
-  const auto kind = c10::Device(device_type).type();
+std::string ambient(c10::DeviceType kind) {
   const auto& context = at::globalContext();
   std::string key;
   key.reserve(96);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <Python.h>
+#include <c10/core/DeviceType.h>
 
 #include <cstdint>
 #include <string>
@@ -16,7 +17,7 @@ namespace waterflow {
 
 // One key of all settings of the process and the calling thread that change what a step computes, or what its code
 // sees; two bytes each. A step that is traced under equal keys records the same.
-std::string ambient(const std::string& device_type);
+std::string ambient(c10::DeviceType kind);
 
 // Function modes, dispatch modes, and hooks for saved tensors that the calling thread is in.
 int modes_here();

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "waterflow/executor/csrc/kernels/small_gemm.h"
+#include "waterflow/executor/csrc/program/batch_form.h"
 #include "waterflow/executor/csrc/program/bound_program.h"
 #include "waterflow/executor/csrc/program/collected.h"
 #include "waterflow/executor/csrc/program/guards.h"
@@ -177,41 +178,12 @@ namespace {
 
 PyTypeObject* type_of(const py::type& type) { return reinterpret_cast<PyTypeObject*>(type.ptr()); }
 
-bool carries_more(PyObject* tensor) {
-  PyObject* attributes = attributes_of(tensor);
-  const auto& value = THPVariable_Unpack(tensor);
-  if ((attributes != nullptr && PyDict_GET_SIZE(attributes) > 0) || value.requires_grad()) return true;
-  return value.layout() == at::kStrided && value.grad().defined();
-}
-
 py::object form_of(PyObject* batch) {
-  if (!PyTuple_CheckExact(batch) || PyTuple_GET_SIZE(batch) == 0) return py::none();
+  if (!PyTuple_CheckExact(batch)) return py::none();
+  PyObject** first = &PyTuple_GET_ITEM(batch, 0);
   std::string key;
-  bool any = false;
-  const auto add = [&](const auto& value) { key.append(reinterpret_cast<const char*>(&value), sizeof(value)); };
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(batch); ++i) {
-    PyObject* one = PyTuple_GET_ITEM(batch, i);
-    if (PyUnicode_CheckExact(one) || PyBytes_CheckExact(one) || PyLong_CheckExact(one) || PyFloat_CheckExact(one)) {
-      add(Py_TYPE(one));
-      continue;
-    }
-    if (reinterpret_cast<PyObject*>(Py_TYPE(one)) != THPVariableClass) return py::none();
-    any = true;
-    for (Py_ssize_t before = 0; before < i; ++before) {
-      if (PyTuple_GET_ITEM(batch, before) == one) return py::none();
-    }
-    const auto& tensor = THPVariable_Unpack(one);
-    const bool dense = tensor.layout() == at::kStrided && !tensor.is_nested() && !tensor.is_quantized();
-    if (!dense || tensor.is_meta() || carries_more(one)) return py::none();
-    add(tensor.dim());
-    for (const auto size : tensor.sizes()) add(size);
-    for (const auto stride : tensor.strides()) add(stride);
-    add(tensor.scalar_type());
-    add(tensor.device().type());
-    add(tensor.device().index());
-    add(static_cast<char>(2 * tensor.is_conj() + tensor.is_neg()));
-  }
-  return any ? py::object(py::bytes(key)) : py::none();
+  const bool plain = add_form({first, first + PyTuple_GET_SIZE(batch)}, true, key);
+  return plain ? py::object(py::bytes(key)) : py::none();
 }
 
 }  // namespace
@@ -265,7 +237,7 @@ void bind_guards(py::module_& m) {
       "beside the "
       "types of numbers and text among them; None for any other batch.");
   m.def(
-      "ambient", [](const std::string& device_type) { return py::bytes(ambient(device_type)); },
+      "ambient", [](const std::string& device_type) { return py::bytes(ambient(c10::Device(device_type).type())); },
       "Settings of the process and the calling thread that a step's code can tell apart, all in one key.");
   using unlocked = py::call_guard<py::gil_scoped_release>;
   py::class_<StateBytes>(m, "StateBytes",

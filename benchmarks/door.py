@@ -1,0 +1,151 @@
+"""The smallest step: processor time of the calling thread for each call, alone, in an engine and in a job, beside a plain loop.
+
+One linear layer and plain SGD: nearly all of it is what stands around the operations. ``perceptron`` (64-128-64-10, batch 64, AdamW)
+compares steps that people train, in wall time. One intra-op thread; each figure is the median of interleaved chunks.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import waterflow as wf
+from benchmarks import report
+
+STEPS = 1000
+LIMITS = {"a step alone": 18.0, "a step in an engine": 22.0}  # us
+
+
+def smallest() -> tuple[nn.Module, torch.optim.Optimizer, tuple[Tensor, Tensor]]:
+    """A layer of 4 x 2."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    return model, torch.optim.SGD(model.parameters(), lr=1e-3, fused=True), (torch.randn(4, 4), torch.randn(4, 2))
+
+
+def perceptron() -> tuple[nn.Module, torch.optim.Optimizer, tuple[Tensor, Tensor]]:
+    """64-128-64-10, batch 64."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), (torch.randn(64, 64), torch.randn(64, 10))
+
+
+Made = tuple[nn.Module, torch.optim.Optimizer, tuple[Tensor, Tensor]]
+
+
+def by_hand(make: Callable[[], Made]) -> Callable[[], None]:
+    """The plain loop."""
+    model, optimizer, (x, y) = make()
+
+    def run() -> None:
+        for _ in range(STEPS):
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return run
+
+
+def stepped(make: Callable[[], Made], loss: Any = F.mse_loss, engine: wf.Engine | None = None) -> Callable[[], None]:
+    """Calls of a Step."""
+    model, optimizer, batch = make()
+    step = wf.Step(model, loss=loss, optimizer=optimizer, engine=engine, audit=10**9)
+
+    def run() -> None:
+        for _ in range(STEPS):
+            step(batch)
+
+    return run
+
+
+def asked(output: Tensor, target: Tensor) -> Tensor:
+    """A loss that no graph can hold, as it asks for a value."""
+    loss = F.mse_loss(output, target)
+    return loss * 1.0 if loss.item() > -1.0 else loss
+
+
+def asked_by_hand(make: Callable[[], Made]) -> Callable[[], None]:
+    """The plain loop with it."""
+    model, optimizer, (x, y) = make()
+
+    def run() -> None:
+        for _ in range(STEPS):
+            asked(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return run
+
+
+def trained(make: Callable[[], Made]) -> Callable[[], None]:
+    """A job over a list of batches."""
+    _, _, batch = make()
+
+    def run() -> None:
+        result = wf.train(
+            wf.Job("job", lambda: make()[0], [batch] * STEPS, lambda p: torch.optim.AdamW(p, lr=1e-3), loss=F.mse_loss), lanes=1
+        )
+        assert result[0].status == "completed"
+
+    return run
+
+
+def measure(variants: dict[str, Callable[[], None]], clock: Callable[[], float], repeats: int) -> dict[str, list[float]]:
+    """Microseconds a step."""
+
+    def timed(run: Callable[[], None]) -> float:
+        began = clock()
+        run()
+        return (clock() - began) / STEPS * 1e6
+
+    for run in variants.values():
+        run()  # captures, profiles and first audits
+    return report.interleaved({name: lambda run=run: timed(run) for name, run in variants.items()}, repeats)
+
+
+def main() -> int:
+    """Command line."""
+    arguments = report.parser(__doc__ or "").parse_args()
+    torch.set_num_threads(1)
+    with wf.Engine("cpu", memory="1GiB", lanes=1) as engine:
+        small = measure(
+            {
+                "a loop by hand": by_hand(smallest),
+                "a step alone": stepped(smallest),
+                "a step in an engine": stepped(smallest, engine=engine),
+                "eager, by hand": asked_by_hand(smallest),
+                "eager, in a Step": stepped(smallest, asked),
+            },
+            time.thread_time,
+            4 * arguments.repeats,
+        )
+        large = measure(
+            {
+                "perceptron, by hand": by_hand(perceptron),
+                "perceptron, a step alone": stepped(perceptron),
+                "perceptron, a job": trained(perceptron),
+            },
+            time.perf_counter,
+            arguments.repeats,
+        )
+    rows: list[dict[str, Any]] = []
+    for name, us in (small | large).items():
+        row = {"what": name, "us a step": round(report.median(us), 1), "spread": report.spread(us)}
+        limit = LIMITS.get(name)
+        rows.append(row | ({"at most": limit, "holds": report.median(us) <= limit} if limit is not None else {}))
+    ratio = report.ratio_of(small["eager, in a Step"], small["eager, by hand"])
+    rows.append({"what": "eager in a Step, over by hand", "us a step": round(ratio, 3), "at most": 1.03, "holds": ratio <= 1.03})
+    return report.finish(
+        "door", arguments, rows, "processor time of the calling thread; perceptron: wall time, a job's with its start"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""Settled steps: all that Python decides before a step was decided at an earlier one of its kind, and is only compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributions import Distribution
+
+from waterflow import _C
+from waterflow.executor.audit import Audit
+from waterflow.executor.engine import Engine
+from waterflow.executor.program.bound_step import BoundStep
+from waterflow.executor.program.capture_cache import PlannedStep
+from waterflow.partition.guards.node_hooks import Registered
+
+
+@dataclass(eq=False)
+class Settled:
+    """A step that needs Python's decisions no more while it ``holds()``; ``call`` compares the rest, and runs it."""
+
+    call: _C.StepCall
+    bound_step: BoundStep
+    planned: PlannedStep
+    audit: Audit
+    engine: Engine | None
+    until: int  # the number of the captured step before which no audit is due
+    claims: int  # the state of the engine's claims
+    hooks: int  # of autograd's nodes
+    checks: Any  # whether distributions check their arguments
+
+    @classmethod
+    def of(
+        cls, bound_step: BoundStep, planned: PlannedStep, audit: Audit, engine: Engine | None, job: int, threads: int, batch: Any
+    ) -> Settled | None:
+        """Return the settled form of a step that has just begun on such a batch; None if Python must decide at each step."""
+        plans, until = bound_step.plans, audit.quiet_until(bound_step)
+        asks = bound_step.key[4] or bound_step.plain.capture.questions
+        if asks or bound_step.reduced or plans.wants_profile or plans.now is not planned or until <= audit.steps + 1:
+            return None
+        call = _C.StepCall(
+            bound_step.binding,
+            planned.native,
+            bound_step.slots,
+            bound_step.leaves,
+            batch,
+            [bound_step.changed_early.spans, bound_step.changed_between.spans],
+            threads,
+            job,
+            None if engine is None else engine.native,
+        )
+        if not call.knows_form:
+            return None
+        claims = 0 if engine is None else engine.reservations.changes
+        return cls(call, bound_step, planned, audit, engine, until, claims, Registered.last, Distribution._validate_args)
+
+    def holds(self) -> bool:
+        """Return True if nothing that is Python's to compare has changed."""
+        plans, engine = self.bound_step.plans, self.engine
+        return (
+            self.audit.steps + 1 < self.until
+            and plans.now is self.planned
+            and not plans.wants_profile
+            and not self.bound_step.code.fault
+            and Registered.last == self.hooks
+            and Distribution._validate_args is self.checks
+            and (engine is None or (engine.reservations.changes == self.claims and not engine.lent_to))
+        )
+
+    @property
+    def left(self) -> int:
+        """The number of steps that may run before an audit is due."""
+        return self.until - self.audit.steps - 1
