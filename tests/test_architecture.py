@@ -37,6 +37,7 @@ ORDER = [
     "planner",
     "run_stats",
     "job",
+    "step_arguments",
     "step",
     "results",
     "training",

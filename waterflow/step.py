@@ -23,7 +23,6 @@ from waterflow.executor.data.copies import OwnBatches, brought
 from waterflow.executor.engine import EagerWork, Engine, current_engine, current_worker, here
 from waterflow.executor.memory_limit import parse_recompute
 from waterflow.executor.program import beside, eager, ownership
-from waterflow.executor.program.arguments import check_arguments, check_device, device_of, own_generator
 from waterflow.executor.program.bound_step import BoundStep, BoundSteps
 from waterflow.executor.program.capture_budget import CaptureBudget, Horizon, NewKind
 from waterflow.executor.program.capture_cache import PlannedStep, storage_bytes
@@ -44,6 +43,7 @@ from waterflow.partition.plan.offsets import Footprint
 from waterflow.partition.plan.plan import Plan
 from waterflow.partition.plan.profile import StepProfile
 from waterflow.planner.search import what_fits
+from waterflow.step_arguments import check_arguments, check_device, device_of, own_generator
 
 logger = logging.getLogger("waterflow")
 NEW_KINDS = "batches of ever new kinds; pad them to a few sizes, and make numbers tensors"

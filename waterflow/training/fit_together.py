@@ -14,13 +14,13 @@ from waterflow.errors import CaptureError, InvalidJobError, MemoryLimitError
 from waterflow.executor.data.loader import Batches
 from waterflow.executor.data.shared import SharedData
 from waterflow.executor.engine import Engine
-from waterflow.executor.program.arguments import device_of
 from waterflow.job import Job
 from waterflow.partition.passes.rematerialize import Recomputed
 from waterflow.partition.plan.plan import Plan, format_bytes
 from waterflow.planner.feasibility import Feasibility, Need, needed
 from waterflow.planner.search import what_fits
 from waterflow.step import Step
+from waterflow.step_arguments import device_of
 from waterflow.training.build import model_of, optimizer_of
 from waterflow.training.shards.step import ShardedStep
 from waterflow.training.step_queue import STEPS_AHEAD, step_of

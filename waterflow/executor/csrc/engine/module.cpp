@@ -287,7 +287,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("failed_node", &StepCall::failed_node)
       .def("run", &StepCall::run)
       .def("run_all", &StepCall::run_all, py::arg("batches"), py::arg("flag"), py::arg("losses"))
-      .def("submit", &StepCall::submit, py::arg("batch"), py::arg("by_caller"), py::arg("before") = nullptr)
+      .def(
+          "submit",
+          [](StepCall& self, const py::object& batch, bool by_caller, const std::shared_ptr<StepRun>& before) {
+            return py::object(py::cast(self.submit(batch, by_caller, before)));
+          },
+          py::arg("batch"), py::arg("by_caller"), py::arg("before") = nullptr)
       .def("take_requests", &StepCall::take_requests);
 
   m.def("close_engines", [] { open_engines().close(); }, py::call_guard<py::gil_scoped_release>());
