@@ -24,6 +24,7 @@ import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Protocol, TypeVar
@@ -139,33 +140,31 @@ def where(thread: int) -> str:
 
 # -- breaking off
 
-_imported = threading.Event()
+_begun: Future[None] | None = None
+_beginning = threading.Lock()
 
 
-def import_ahead() -> None:
-    """Import, on another thread, what torch imports when a process makes its first optimizer; wait for it.
+def begin_import() -> Future[None]:
+    """Begin to import, on another thread, what torch imports when a process makes its first optimizer.
 
     That import takes seconds, in which the job's thread could not be interrupted. An import that is interrupted, by Ctrl-C too,
-    leaves modules broken for the process, so it does not run on the calling thread. Raises what the import raises.
+    leaves modules broken for the process, so it does not run on the calling thread. The future has what the import raises.
     """
-    if _imported.is_set():
-        return
-    failed: list[BaseException] = []
+    global _begun
+    with _beginning:
+        if _begun is None or (_begun.done() and _begun.exception() is not None):
+            _begun = future = Future[None]()
 
-    def work() -> None:
-        try:
-            importlib.import_module("torch._dynamo")
-            _imported.set()
-        except BaseException as error:
-            failed.append(error)
-        over.set()
+            def work() -> None:
+                try:
+                    importlib.import_module("torch._dynamo")
+                    future.set_result(None)
+                except BaseException as error:
+                    future.set_exception(error)
 
-    over = threading.Event()
-    # Not a daemon: a daemon thread that is inside of a library when Python ends would abort the process.
-    threading.Thread(target=work, daemon=False).start()
-    over.wait()
-    if failed:
-        raise failed[0]
+            # Not a daemon: a daemon thread that is inside of a library when Python ends would abort the process.
+            threading.Thread(target=work, daemon=False).start()
+        return _begun
 
 
 class UserCode:
@@ -183,7 +182,10 @@ class UserCode:
 
         Raises JobCancelled if ``break_off()`` was called before: a thread that begins late would never be interrupted.
         """
-        import_ahead()  # not in the constructor: that may run on a thread that others wait for
+        # Not in the constructor: that may run on a thread that others wait for.
+        imported = begin_import()
+        with contextlib.nullcontext() if imported.done() else time_does_not_count():
+            imported.result()
         thread = threading.get_ident()
         with self._lock:
             if self._over:

@@ -25,8 +25,8 @@ from waterflow.executor.accelerate_state import telling_of_accelerate
 from waterflow.executor.cancel import (
     BREAK_OFF_SECONDS,
     STOP_SECONDS,
+    begin_import,
     break_off_all,
-    import_ahead,
     join_all,
     limited,
     stop_all,
@@ -114,8 +114,7 @@ class StudyRunner:
         self._auto = AutoConcurrency(engine.lanes, lambda: engine.native.progress_ns) if max_concurrent == "auto" else None
         self._gc_after_trial = gc_after_trial
         self._trial_timeout = trial_timeout
-        # An import that is interrupted on a trial's thread would leave a half-made module: do slow ones before.
-        import_ahead()
+        begin_import()  # the first trials are asked for meanwhile
         self._history = History(lambda: engine.steps)
         self._run = run or StudyRun(study)
         self._order = TrialOrder(order or Fifo(), study.directions[0].name == "MAXIMIZE")
