@@ -6,9 +6,12 @@ compares steps that people train, in wall time. One intra-op thread; each figure
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import waterflow as wf
-from benchmarks import report
+from benchmarks import jax_steps, report
 
 STEPS = 1000
 LIMITS = {"a step alone": 18.0, "a step in an engine": 22.0}  # us
@@ -97,6 +100,46 @@ def trained(make: Callable[[], Made]) -> Callable[[], None]:
     return run
 
 
+def eight_jobs() -> float:
+    """Microseconds for each job's step of eight perceptrons over lists of batches, with their starts."""
+    _, _, batch = perceptron()
+    jobs = [
+        wf.Job(
+            f"job {n}",
+            lambda: perceptron()[0],
+            [batch] * jax_steps.STEPS,
+            lambda p: torch.optim.AdamW(p, lr=1e-3),
+            loss=F.mse_loss,
+        )
+        for n in range(jax_steps.JOBS)
+    ]
+    began = time.perf_counter()
+    assert all(result.status == "completed" for result in wf.train(jobs))
+    return (time.perf_counter() - began) / (jax_steps.JOBS * jax_steps.STEPS) * 1e6
+
+
+def in_jax(python: str) -> dict[str, list[float]]:
+    """The same in JAX, by way."""
+    done = subprocess.run([python, jax_steps.__file__], capture_output=True, text=True, check=True)
+    found: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def against_jax(python: str, repeats: int) -> list[dict[str, Any]]:
+    """The rows of eight jobs."""
+    eight_jobs()  # captures
+    ours, theirs = list[float](), dict[str, list[float]]()
+    for _ in range(repeats):
+        ours.append(eight_jobs())
+        for way, us in in_jax(python).items():
+            theirs.setdefault(way, []).append(report.median(us))
+    best = min(theirs, key=lambda way: report.median(theirs[way]))
+    ratio = report.ratio_of(ours, theirs[best])
+    told = [{"what": f"eight perceptrons: {way}", "us a step": round(report.median(us), 1), "spread": report.spread(us)}
+            for way, us in {"wf.train": ours, **theirs}.items()]  # fmt: skip
+    return [*told, {"what": f"wf.train over {best}", "us a step": round(ratio, 2), "at most": 1.5, "holds": ratio <= 1.5}]
+
+
 def measure(variants: dict[str, Callable[[], None]], clock: Callable[[], float], repeats: int) -> dict[str, list[float]]:
     """Microseconds a step."""
 
@@ -107,12 +150,18 @@ def measure(variants: dict[str, Callable[[], None]], clock: Callable[[], float],
 
     for run in variants.values():
         run()  # captures, profiles and first audits
-    return report.interleaved({name: lambda run=run: timed(run) for name, run in variants.items()}, repeats)
+    return report.interleaved({name: partial(timed, run) for name, run in variants.items()}, repeats)
 
 
 def main() -> int:
     """Command line."""
-    arguments = report.parser(__doc__ or "").parse_args()
+    parser = report.parser(__doc__ or "")
+    parser.add_argument("--jax", metavar="PYTHON", help="of an environment with jax and optax: only eight jobs against those")
+    arguments = parser.parse_args()
+    if arguments.jax:
+        return report.finish(
+            "door_jax", arguments, against_jax(arguments.jax, arguments.repeats), "wall time of all, over all steps"
+        )
     torch.set_num_threads(1)
     with wf.Engine("cpu", memory="1GiB", lanes=1) as engine:
         small = measure(

@@ -367,6 +367,7 @@ class StepCall:
         slots: Sequence[int],
         places: Sequence[int],
         batch: object,
+        ambient: bytes,
         changed: Sequence[Sequence[tuple[int, int]]],
         threads: int,
         job: int = -1,

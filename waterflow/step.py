@@ -28,7 +28,7 @@ from waterflow.executor.program.capture_budget import CaptureBudget, Horizon, Ne
 from waterflow.executor.program.capture_cache import PlannedStep, storage_bytes
 from waterflow.executor.program.ownership import Hold, holders, made_here
 from waterflow.executor.program.reserve_step import StepClaims
-from waterflow.executor.program.settled import Settled
+from waterflow.executor.program.settled import Counts, Settled
 from waterflow.executor.program.step_future import Done, StepFuture
 from waterflow.executor.reservations import Reservations
 from waterflow.executor.stats import WAITING, Account
@@ -430,6 +430,7 @@ class Step:
         if self.opaque_reason is not None:
             return self._submit_opaque(batch, own, update)
         refused = done = None
+        counts = Counts.now(self.engine)
         try:
             leaves, batch_spec, key = flatten(batch, self._takes_arrays)
             bound_step = self._bound_steps.find(leaves, batch_spec, key, update)
@@ -449,16 +450,14 @@ class Step:
             return self._hand_in_captured(*done, bound_step, bound_step.plans.plan, update)
         future = self._submit_captured(bound_step, leaves, batch_spec, update, by_caller)
         if own is None or not bound_step.captured.changed_leaves:
-            self._settle(future, batch)
+            self._settle(future, counts, batch)
         return future
 
-    def _settle(self, future: StepFuture, batch: Batch) -> None:
-        # A step that changes nothing but what it trains decides nothing for the next one of its kind.
-        if self._spec.has_sums or self._on_gpu or future.bound_step is None or self._bound_steps.reads_values:
+    def _settle(self, future: StepFuture, counts: Counts, batch: Batch) -> None:
+        # What it has decided holds for the next step of its kind, too, unless steps add up or go by values of their batches.
+        if self._spec.has_sums or self._on_gpu or future.bound_step is None or not self._bound_steps.keeps(future.bound_step):
             return
-        if self.engine is not None and self.engine.reservations.clock is not None:
-            return
-        given = self.audit, self.engine, -1 if self.job is None else self.job, self._threads, batch
+        given = self.audit, counts, -1 if self.job is None else self.job, self._threads, batch
         self._settled = Settled.of(future.bound_step, future.bound_step.plans.now, *given)
 
     def _flat(self, batch: Batch) -> tuple[list[Any], pytree.TreeSpec | None, Hashable]:

@@ -128,6 +128,7 @@ class EngineLease(Lease):
 
     def _apply(self) -> None:
         self.enter(self._step)
+        self._safepoint.look_again()
 
     def hold(self, held: bool, yields: bool = True) -> None:
         """See ``Lease``. The job waits at its safepoint, where it can be copied."""

@@ -524,11 +524,12 @@ class JobRunner:
         # Where all batches are there, short steps follow each other without Python; False if this one cannot.
         assert self.step is not None and self._memory is not None and isinstance(self._batches, Batches)
         bound_step = self.step.settled
-        if bound_step is None or self.step.plan.seconds > BRIDGE_SECONDS or self._memory.written_by(bound_step):
+        if bound_step is None or self._memory.written_by(bound_step):
             return False
         flag, policy = self._safepoint.flag, self.lease.policy
         flag.raised = False
-        if policy.held or self._stop is not None or not (more := self._batches.more(MOST_RUN - 1)):
+        most = min(MOST_RUN, int(BRIDGE_SECONDS / max(self.step.plan.seconds, 1e-6)) + 1)
+        if policy.held or self._stop is not None or not (more := self._batches.more(most - 1)):
             return False
         if self._safepoint.state is State.REQUESTED:
             flag.raised = True

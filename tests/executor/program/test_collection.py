@@ -136,7 +136,7 @@ def of_outputs(anchor: Anchor) -> _C.StepRun:
 
 def of_call(anchor: Anchor) -> _C.StepCall:
     plan = _C.GroupPlan(ends=[1], peak=[0], after=[0])
-    return _C.StepCall(of_input(anchor), plan, [], [], (torch.zeros(2),), [], 1)
+    return _C.StepCall(of_input(anchor), plan, [], [], (torch.zeros(2),), b"", [], 1)
 
 
 def of_event(anchor: Anchor) -> _C.ObservedEvent:

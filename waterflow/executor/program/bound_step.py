@@ -286,10 +286,9 @@ class BoundSteps:
         base: Key = (batch_key, update, ambient_key(self._spec.device.type), gathered, ())
         return self._answering(base, leaves, batch_spec, at)
 
-    @property
-    def reads_values(self) -> bool:
-        """True if a step of the job goes by values of its batches."""
-        return bool(self._read)
+    def keeps(self, bound_step: BoundStep) -> bool:
+        """Return True if ``find`` returns it for the next batch of its kind, and does not go by values of batches."""
+        return not self._read and self._bound_steps.get(bound_step.key) is bound_step
 
     def _elsewhere(self, key: Key, kind: int | None) -> bool:
         return not self._budget.own and (captures.know(key) if kind is None else captures.have(kind))

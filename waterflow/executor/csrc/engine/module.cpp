@@ -280,9 +280,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           "raised", [](const Flag& self) { return self.raised.load(); }, [](Flag& self, bool to) { self.raised = to; });
   py::class_<StepCall>(m, "StepCall", collected<StepCall>())
       .def(py::init<const py::object&, std::shared_ptr<GroupPlan>, std::vector<int32_t>, std::vector<int32_t>,
-                    const py::object&, std::vector<StepCall::Ranges>, int32_t, Engine::Id, std::shared_ptr<Engine>>(),
+                    const py::object&, const py::bytes&, std::vector<StepCall::Ranges>, int32_t, Engine::Id,
+                    std::shared_ptr<Engine>>(),
            py::arg("binding"), py::arg("plan"), py::arg("slots"), py::arg("places"), py::arg("batch"),
-           py::arg("changed"), py::arg("threads"), py::arg("job") = -1, py::arg("engine") = nullptr)
+           py::arg("ambient"), py::arg("changed"), py::arg("threads"), py::arg("job") = -1, py::arg("engine") = nullptr)
       .def_property_readonly("knows_form", &StepCall::knows_form)
       .def_property_readonly("failed_node", &StepCall::failed_node)
       .def("run", &StepCall::run)

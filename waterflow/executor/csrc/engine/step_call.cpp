@@ -56,8 +56,8 @@ py::list outputs(StepRun& run) {
 }
 
 StepCall::StepCall(const py::object& binding, std::shared_ptr<const GroupPlan> plan, std::vector<int32_t> slots,
-                   std::vector<int32_t> places, const py::object& batch, std::vector<Ranges> changed, int32_t threads,
-                   Engine::Id job, std::shared_ptr<Engine> engine)
+                   std::vector<int32_t> places, const py::object& batch, const py::bytes& ambient,
+                   std::vector<Ranges> changed, int32_t threads, Engine::Id job, std::shared_ptr<Engine> engine)
     : binding_(&binding.cast<Binding&>()),
       plan_(std::move(plan)),
       slots_(std::move(slots)),
@@ -65,7 +65,8 @@ StepCall::StepCall(const py::object& binding, std::shared_ptr<const GroupPlan> p
       changed_(std::move(changed)),
       engine_(std::move(engine)),
       job_(job),
-      threads_(threads) {
+      threads_(threads),
+      ambient_(ambient) {
   held_(binding.ptr());
   PyTypeObject* type = Py_TYPE(batch.ptr());
   if (type == &PyDict_Type) {
@@ -76,7 +77,6 @@ StepCall::StepCall(const py::object& binding, std::shared_ptr<const GroupPlan> p
   }
   type_ = type;
   if (!items_of(batch.ptr()) || !add_form(items_, type == &PyTuple_Type, form_)) type_ = nullptr;
-  ambient_ = ambient(device_);
 }
 
 // The batch's leaves, in their order.

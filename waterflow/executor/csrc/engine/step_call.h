@@ -33,12 +33,12 @@ class StepCall {
   // Addresses from begin to end, by begin; no end lies before an earlier one.
   using Ranges = std::vector<std::pair<uint64_t, uint64_t>>;
 
-  // For batches in the form of `batch`, and settings as they are on this thread now. The step reads the tensors at
+  // For batches in the form of `batch`, and settings with the key `ambient`. The step reads the tensors at
   // `places` of the batch from `slots`; none of these may lie in the memory `changed`. It runs on the calling thread
   // where there is no `engine`, and where that thread has as many intra-op `threads` as a lane.
   StepCall(const pybind11::object& binding, std::shared_ptr<const GroupPlan> plan, std::vector<int32_t> slots,
-           std::vector<int32_t> places, const pybind11::object& batch, std::vector<Ranges> changed, int32_t threads,
-           Engine::Id job, std::shared_ptr<Engine> engine);
+           std::vector<int32_t> places, const pybind11::object& batch, const pybind11::bytes& ambient,
+           std::vector<Ranges> changed, int32_t threads, Engine::Id job, std::shared_ptr<Engine> engine);
 
   // Whether a batch of such a form can be recognized at all: tensors in a tuple, a list or a dict, or one tensor.
   bool knows_form() const { return type_ != nullptr; }
@@ -76,7 +76,8 @@ class StepCall {
   const int32_t threads_;
   PyTypeObject* type_ = nullptr;  // of the batch, one of Python's or torch's own
   std::vector<PyObject*> keys_;
-  std::string form_, ambient_;
+  const std::string ambient_;
+  std::string form_;
   c10::DeviceType device_ = c10::kCPU;
   int32_t failed_node_ = -1;
   std::pair<int64_t, int64_t> requests_{0, 0};
