@@ -25,10 +25,10 @@ def sendable(error: BaseException) -> BaseException:
 
     Some exceptions can be written and not read, such as those whose ``__init__`` takes more than it hands on.
     """
-    import cloudpickle  # classes of the caller's script are sent by value; slow to import
+    from waterflow.by_value import pickled  # slow to import
 
     try:
-        pickle.loads(cloudpickle.dumps(error))
+        pickle.loads(pickled(error))
     except Exception:
         lines = "".join(traceback.format_exception(error))
         return WaterflowError(f"{type(error).__name__}: {told(error)}\n\n{lines}")

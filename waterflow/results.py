@@ -9,9 +9,9 @@ import traceback
 from dataclasses import fields, replace
 from typing import Any
 
-import cloudpickle
 import torch
 
+from waterflow.by_value import pickled
 from waterflow.errors import JobTimeoutError, NonFiniteLossError, WaterflowError, sendable
 from waterflow.job import Job, JobResult, Metrics, Status
 from waterflow.step import Step
@@ -75,18 +75,18 @@ def pack_result(result: JobResult) -> bytes:
     # Weights can be read; to try that with large ones would take their memory again.
     plain = {name: value for name, value in (result.state_dict or {}).items() if not isinstance(value, torch.Tensor)}
     if _is_readable(replace(result, state_dict=plain)):
-        return bytes(cloudpickle.dumps(result))
+        return pickled(result)
     lost: dict[str, Any] = {one.name: None for one in fields(result) if not _is_readable(getattr(result, one.name))}
     error = WaterflowError(
         f"job {result.name!r} has ended, and what another process cannot read of its result is lost: {', '.join(lost)}. Let objectives "
         "and get_extra_state return plain data and tensors"
     )
-    return bytes(cloudpickle.dumps(replace(result, **lost | {"status": "failed", "error": error})))
+    return pickled(replace(result, **lost | {"status": "failed", "error": error}))
 
 
 def _is_readable(value: Any) -> bool:
     try:
-        pickle.loads(cloudpickle.dumps(value))
+        pickle.loads(pickled(value))
     except Exception:
         return False
     return True

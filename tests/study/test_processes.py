@@ -203,13 +203,17 @@ def test_a_process_killed_at_any_moment(tmp_path: Path, seed: int) -> None:
 
 
 SCRIPT = """
-import os, sys, time
+import functools, os, sys, time
 import optuna
 import waterflow as wf
 
+@functools.cache
+def seconds():
+    return float(sys.argv[2])
+
 def objective(trial):  # of a script without a guard
     open(os.path.join(sys.argv[1], f"trial-{trial.number}"), "w").write(str(os.getpid()))
-    time.sleep(float(sys.argv[2]))
+    time.sleep(seconds())
     return 0.0
 
 study = optuna.create_study(storage=f"sqlite:///{sys.argv[1]}/study.db", study_name="a")
@@ -307,6 +311,20 @@ def test_what_cannot_be_pickled_is_named() -> None:
     lock, study = threading.Lock(), optuna.create_study()
     with pytest.raises(StudyError, match="objective cannot be sent to the processes of the study: cannot pickle '_thread.lock'"):
         wf.optimize(study, lambda trial: float(lock.locked()), 4, processes=2)
+    assert not study.trials
+
+
+class Unreadable:
+    """Is written, and cannot be read."""
+
+    def __reduce__(self) -> Any:
+        return int, ("none",)
+
+
+def test_what_cannot_be_read_in_a_process_is_told() -> None:
+    made, study = Unreadable(), optuna.create_study()
+    with pytest.raises(StudyError, match="objective cannot be read in a process of the study: invalid literal"):
+        wf.optimize(study, lambda trial: float(made is None), 4, processes=2)
     assert not study.trials
 
 

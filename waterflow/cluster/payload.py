@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 from torch import nn
 
+from waterflow.by_value import pickled
 from waterflow.cluster.shared_folder import result_files
 from waterflow.errors import InvalidJobError
 from waterflow.job import Job, JobResult, Results
@@ -34,7 +34,7 @@ def pack(jobs: Jobs | Callable[[], Jobs]) -> bytes:
     content = jobs if callable(jobs) else checked(jobs)
     for attempt in reversed(range(ATTEMPTS)):
         try:
-            return bytes(cloudpickle.dumps(content))
+            return pickled(content)
         except Exception as error:
             if attempt and "changed size during iteration" in str(error):
                 continue  # another thread has changed what is being read
@@ -104,7 +104,7 @@ def _inside(where: str) -> str:
 
 def _failure(value: Any) -> Exception | None:
     try:
-        cloudpickle.dumps(value)
+        pickled(value)
     except Exception as error:
         return error
     return None

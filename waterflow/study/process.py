@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-import cloudpickle
-
-from waterflow.errors import sendable
+from waterflow.by_value import pickled
+from waterflow.errors import StudyError, sendable
 from waterflow.executor.engine import Engine
 from waterflow.executor.program.capture_budget import TrialLengths
 from waterflow.results import pack_result
@@ -69,7 +68,7 @@ class Link:
 
     def tell(self, *message: Any) -> None:
         """Send a message."""
-        content = cloudpickle.dumps(message)
+        content = pickled(message)
         with self._sending:
             try:
                 self._connection.send_bytes(content)
@@ -127,7 +126,12 @@ class LinkedRun(StudyRun):
 def main() -> None:
     """Run trials until the caller wants no more."""
     connection = Connection(int(sys.argv[1]))
-    start: Start = pickle.loads(connection.recv_bytes())
+    try:
+        start: Start = pickle.loads(connection.recv_bytes())
+    except Exception as error:
+        why = f"the objective cannot be read in a process of the study: {error}. Define what it needs in a module that processes can import"
+        connection.send_bytes(pickled(("failed", StudyError(why))))
+        os._exit(0)
     sys.argv = start.arguments
     os.sched_setaffinity(0, start.cores)
     set_verbosity(start.verbosity)

@@ -21,8 +21,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
-import cloudpickle
-
+from waterflow.by_value import pickled
 from waterflow.errors import StudyError, sendable
 from waterflow.executor.cores import usable_cores
 from waterflow.executor.interrupts import remembered_interrupts, uninterrupted
@@ -152,7 +151,7 @@ class Processes:
             error = sendable(raised)
         assert process.connection is not None
         with contextlib.suppress(OSError):
-            process.connection.send_bytes(cloudpickle.dumps((number, answer, error)))
+            process.connection.send_bytes(pickled((number, answer, error)))
 
     def _reserve(self, process: _Process) -> bool:
         late = self._until is not None and time.monotonic() >= self._until
@@ -249,13 +248,13 @@ def packed(start: Start) -> bytes:
     """Return the first message to a process. Raises StudyError that names what cannot be pickled."""
     for what, value in (("objective", start.objective), ("sampler", start.study.sampler), ("pruner", start.study.pruner)):
         try:
-            cloudpickle.dumps(value)
+            pickled(value)
         except Exception as error:
             raise StudyError(
                 f"{what} cannot be sent to the processes of the study: {error}. Let the objective make or open inside of it what belongs "
                 "to a process (locks, files, connections), or leave processes= out"
             ) from error
-    return bytes(cloudpickle.dumps(start))
+    return pickled(start)
 
 
 def starts_of(

@@ -21,10 +21,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import torch.distributed as dist
 from torch import nn
 
+from waterflow.by_value import pickled
 from waterflow.errors import InvalidJobError, JobCancelled, WaterflowError
 from waterflow.executor.cancel import UserCode, limited
 from waterflow.executor.data.digest import digest
@@ -125,12 +125,12 @@ def memory_of_each(
 def packed(start: Start) -> bytes:
     """Return the first message to a process. Raises InvalidJobError that names what cannot be pickled."""
     try:
-        return bytes(cloudpickle.dumps(start))
+        return pickled(start)
     except Exception as error:
         name, why = "the job", error
         for key, value in vars(start.job).items():
             try:
-                cloudpickle.dumps(value)
+                pickled(value)
             except Exception as reason:
                 name, why = key, reason
         raise InvalidJobError(
