@@ -369,6 +369,7 @@ class Step:
             settled.call.run_all(batches[: settled.left], flag, losses)
         except BaseException as error:
             self._settled = None
+            self.audit.steps += 1
             raise self._users(error, settled.bound_step, settled.call.failed_node) from None
         finally:
             self._count_settled(settled, len(losses) - before)
@@ -383,6 +384,7 @@ class Step:
             outputs = settled.call.run(batch)
         except BaseException as error:
             self._settled = None
+            self.audit.steps += 1
             raise self._users(error, settled.bound_step, settled.call.failed_node) from None
         if outputs is None:
             return None
@@ -408,9 +410,12 @@ class Step:
             self.engine.poll(self.job)
             planned, missed = settled.call.take_requests()
             self.planned_requests += planned
+            plans = settled.bound_step.plans
+            if steps > (missed > 0):  # a run ends with the first step that misses any
+                plans.count_misses(0)
             if missed:
                 self.missed_requests, self._settled = self.missed_requests + missed, None
-                settled.bound_step.plans.count_misses(missed)
+                plans.count_misses(missed)
 
     def _submit(self, batch: Batch, by_caller: bool, update: bool | None = None) -> StepFuture | Done:
         self._settled = None

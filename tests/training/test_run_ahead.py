@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 
 import waterflow as wf
 from waterflow.executor.engine import Engine
+from waterflow.partition.plan.plan import Plan
 from waterflow.step import Step
 from waterflow.training.runner import JobRunner
 
@@ -84,6 +86,21 @@ def test_bits_are_those_of_steps_one_by_one(
     assert len(ahead[0].losses) == 2 * STEPS
 
 
+def test_kinds_of_which_one_takes_long(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Batches that were taken for a run and put back come before those that are not there yet.
+    data = [(torch.ones(n, 6), torch.zeros(n, dtype=torch.long)) for n in [8] * 20 + [3]]
+    plan = Step.plan.fget  # type: ignore[attr-defined]
+
+    def slow_if_large(self: Step) -> Plan:
+        found = plan(self)
+        seconds = 1.0 if found.batch > 200 else 1e-4
+        return replace(found, groups=tuple(replace(group, seconds=seconds) for group in found.groups))
+
+    expected = outcome(JobRunner(job(data, epochs=6), engine))
+    monkeypatch.setattr(Step, "plan", property(slow_if_large))
+    assert same(outcome(JobRunner(job(data, epochs=6), engine)), expected)
+
+
 def test_a_batch_that_fails(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     data = batches(200)
     data[150] = data[150][0], torch.full((8,), 99)
@@ -116,9 +133,13 @@ def test_requests_are_heard_between_two_steps(engine: Engine, runs: list[int]) -
 
 def test_it_is_stopped_between_two_steps(engine: Engine) -> None:
     runner = JobRunner(job(batches(), epochs=10_000), engine)
-    thread = threading.Thread(
-        target=lambda: [None for _ in iter(lambda: runner.steps < 2 * STEPS, False)] and runner.end("enough")
-    )
+
+    def stop() -> None:
+        while runner.steps < 2 * STEPS:
+            pass
+        runner.end("enough")
+
+    thread = threading.Thread(target=stop)
     thread.start()
     result = runner.run()
     thread.join(WAIT)

@@ -484,6 +484,8 @@ class Audit:
         how_often = self._how_often
         if how_often == "off":
             return NEVER
+        if bound_step.code not in self._trusted:  # its first step without an audit is to be noted
+            return 0
         if isinstance(how_often, int):
             return self.steps + how_often - (self.steps - 1) % how_often
         exact = bound_step.plain.exactly or bound_step.plain

@@ -523,21 +523,22 @@ class JobRunner:
     def _run_ahead(self, batch: Any) -> bool:
         # Where all batches are there, short steps follow each other without Python; False if this one cannot.
         assert self.step is not None and self._memory is not None and isinstance(self._batches, Batches)
+        flag, policy = self._safepoint.flag, self.lease.policy
+        flag.raised = False  # before anything is looked at that others raise it for
         bound_step = self.step.settled
         if bound_step is None or self._memory.written_by(bound_step):
             return False
-        flag, policy = self._safepoint.flag, self.lease.policy
-        flag.raised = False
         most = min(MOST_RUN, int(BRIDGE_SECONDS / max(self.step.plan.seconds, 1e-6)) + 1)
-        if policy.held or self._stop is not None or not (more := self._batches.more(most - 1)):
+        if policy.held or self._stop is not None or most < 2 or not (more := self._batches.more(most - 1)):
             return False
         if self._safepoint.state is State.REQUESTED:
             flag.raised = True
-        batches, before, ran = [batch, *more], 0, 0
+        batches, before, ran = [batch, *more], self._steps.ended, 0
         try:
             self._steps.take_all()
             before = self._steps.ended
-            self._steps.run(self.step, batches, flag)
+            if self.step.settled is bound_step:  # others may have changed something meanwhile
+                self._steps.run(self.step, batches, flag)
         finally:
             ran = self._steps.ended - before
             for left in reversed(batches[ran or 1 :]):

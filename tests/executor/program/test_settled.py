@@ -199,6 +199,26 @@ def test_audits_that_are_due_are_made() -> None:
     assert step.audit.steps == STEPS and step.audit.passed == -(-STEPS // 7) and step.steps == STEPS
 
 
+def test_a_step_that_fails_counts_for_audits() -> None:
+    steps = []
+    for settled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(8, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        step = wf.Step(model, loss=F.cross_entropy, optimizer=optimizer, audit=10**6)
+        good, bad = (torch.ones(3, 2, dtype=torch.long), torch.zeros(3, dtype=torch.long)), torch.full((3, 2), 9)
+        for _ in range(10):
+            step(good)
+        assert settles(step)
+        step._settled = step._settled if settled else None
+        with pytest.raises(IndexError):
+            step((bad, good[1]))
+        assert not settles(step)
+        step(good)
+        steps.append((step.audit.steps, step.steps, float(step(good))))
+    assert steps[0] == steps[1]
+
+
 def test_an_engine_that_changes_its_mind() -> None:
     given = batches(lambda x, y: (x, y))
     with wf.Engine("cpu", memory="256MiB", lanes=1) as engine:

@@ -233,7 +233,7 @@ class Batches:
 
         Those that are not trained on must be put back, the last one first.
         """
-        if type(self.source) not in (list, tuple) or self._reading is None:
+        if type(self.source) not in (list, tuple) or self._reading is None or most < 1:
             return []
         back = self._back[-most:][::-1]
         del self._back[len(self._back) - len(back) :]

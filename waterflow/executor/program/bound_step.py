@@ -23,7 +23,16 @@ from waterflow.executor.data.copies import Ranges, copies_of
 from waterflow.executor.program import ownership
 from waterflow.executor.program.binding import Owner, bind
 from waterflow.executor.program.capture_budget import CaptureBudget, NewKind
-from waterflow.executor.program.capture_cache import CapturedStep, ChangedMeanwhile, Code, StepPlans, build, captures, codes
+from waterflow.executor.program.capture_cache import (
+    CapturedStep,
+    ChangedMeanwhile,
+    Code,
+    PlannedStep,
+    StepPlans,
+    build,
+    captures,
+    codes,
+)
 from waterflow.executor.program.first_updates import Begun, FirstUpdates, HalfBegun, Members, members_of
 from waterflow.executor.program.forms import form_of
 from waterflow.executor.program.ownership import Hold, holders
@@ -87,6 +96,7 @@ class BoundStep:
     changed_between: Ranges = field(default_factory=lambda: Ranges(()))
     guarded: bool = False  # there is such memory
     asked_not: Ranges = field(default_factory=lambda: Ranges(()))  # memory that the step changes: no answers from there
+    call: tuple[PlannedStep, type, _C.StepCall] | None = None  # of its plan and type of batch: see ``Settled``
     on_data: tuple[object, bool] | None = None  # the memory of the job's data as last seen, and if the step writes there
 
     @property

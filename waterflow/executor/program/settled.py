@@ -55,21 +55,22 @@ class Settled:
         asks = bound_step.key[4] or bound_step.plain.capture.questions or isinstance(ambient, tuple)
         if asks or bound_step.reduced or plans.wants_profile or plans.now is not planned or until <= audit.steps + 1:
             return None
-        call = _C.StepCall(
-            bound_step.binding,
-            planned.native,
-            bound_step.slots,
-            bound_step.leaves,
-            batch,
-            ambient,
-            [bound_step.changed_early.spans, bound_step.changed_between.spans],
-            threads,
-            job,
-            None if engine is None else engine.native,
-        )
-        if not call.knows_form:
-            return None
-        return cls(call, bound_step, planned, audit, counts, until, checks)
+        known = bound_step.call
+        if known is None or known[0] is not planned or known[1] is not type(batch):
+            call = _C.StepCall(
+                bound_step.binding,
+                planned.native,
+                bound_step.slots,
+                bound_step.leaves,
+                batch,
+                ambient,
+                [bound_step.changed_early.spans, bound_step.changed_between.spans],
+                threads,
+                job,
+                None if engine is None else engine.native,
+            )
+            known = bound_step.call = planned, type(batch), call
+        return cls(known[2], bound_step, planned, audit, counts, until, checks) if known[2].knows_form else None
 
     def holds(self) -> bool:
         """Return True if nothing that is Python's to compare has changed."""

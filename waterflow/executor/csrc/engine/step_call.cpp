@@ -120,8 +120,7 @@ std::shared_ptr<StepRun> StepCall::prepare(PyObject* batch) {
   now_.clear();
   if (binding_ == nullptr || modes_here() != 0 || !items_of(batch)) return nullptr;
   if (!add_form(items_, type_ == &PyTuple_Type, now_) || now_ != form_) return nullptr;
-  if (ambient(device_) != ambient_ || !binding_->current()) return nullptr;
-  if (engine_ && engine_->on_a_lane()) return nullptr;
+  // Held from here on: guards may call functions of Python's, and another thread change a list.
   std::vector<std::pair<int32_t, at::Tensor>> given;
   given.reserve(slots_.size());
   for (size_t i = 0; i < slots_.size(); ++i) {
@@ -129,6 +128,8 @@ std::shared_ptr<StepRun> StepCall::prepare(PyObject* batch) {
     if (lies_in_changed(tensor)) return nullptr;
     given.emplace_back(slots_[i], tensor);
   }
+  if (ambient(device_) != ambient_ || !binding_->current()) return nullptr;
+  if (engine_ && engine_->on_a_lane()) return nullptr;
   auto run = binding_->run(plan_, std::move(given), false);
   run->by_caller = at::get_num_threads() == threads_;
   return run;
@@ -150,6 +151,7 @@ std::shared_ptr<StepRun> StepCall::done(PyObject* batch) {
   }
   if (!done) wait_done(*engine_, run);
   failed_node_ = run->failed_node;
+  if (run->error) return run;
   requests_.first += run->placed.planned;
   requests_.second += run->placed.missed;
   return run;
