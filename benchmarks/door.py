@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -140,6 +141,24 @@ def against_jax(python: str, repeats: int) -> list[dict[str, Any]]:
     return [*told, {"what": f"wf.train over {best}", "us a step": round(ratio, 2), "at most": 1.5, "holds": ratio <= 1.5}]
 
 
+def in_threads(count: int) -> Callable[[], float]:
+    """Steps a second of as many threads, each with a step of its own."""
+    runs = [stepped(smallest) for _ in range(count)]
+    for run in runs:
+        run()
+
+    def measured() -> float:
+        threads = [threading.Thread(target=run) for run in runs]
+        began = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return count * STEPS / (time.perf_counter() - began)
+
+    return measured
+
+
 def measure(variants: dict[str, Callable[[], None]], clock: Callable[[], float], repeats: int) -> dict[str, list[float]]:
     """Microseconds a step."""
 
@@ -190,6 +209,11 @@ def main() -> int:
         limit = LIMITS.get(name)
         rows.append(row | ({"at most": limit, "holds": report.median(us) <= limit} if limit is not None else {}))
     ratio = report.ratio_of(small["eager, in a Step"], small["eager, by hand"])
+    rates = report.interleaved({"one": in_threads(1), "two": in_threads(2)}, 2 * arguments.repeats)
+    gain = report.ratio_of(rates["two"], rates["one"])
+    rows.append(
+        {"what": "steps a second of two threads, over one", "us a step": round(gain, 2), "at least": 1.3, "holds": gain >= 1.3}
+    )
     rows.append({"what": "eager in a Step, over by hand", "us a step": round(ratio, 3), "at most": 1.03, "holds": ratio <= 1.03})
     return report.finish(
         "door", arguments, rows, "processor time of the calling thread; perceptron: wall time, a job's with its start"
