@@ -70,6 +70,7 @@ def test_each_trial_is_told_once(tmp_path: Path, kind: str) -> None:
     assert len({trial.params["x"] for trial in study.trials}) == 11  # samplers draw from numbers of their own
 
 
+@pytest.mark.timeout(600)  # in the campaign ten studies, each with three new processes
 @pytest.mark.parametrize("kind", ["memory", "sqlite", "journal"])
 def test_enqueued_trials_have_the_bits_of_one_process(tmp_path: Path, kind: str, full: bool) -> None:
     def run(processes: int, name: str) -> wf.StudySummary:
