@@ -192,9 +192,9 @@ def test_a_process_killed_at_any_moment(tmp_path: Path, seed: int) -> None:
         while not any(tmp_path.iterdir()) and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(float(torch.rand((), generator=numbers)) * 0.5)
-        pid = int(max(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime).read_text() or 0)
-        if pid:
-            os.kill(pid, signal.SIGKILL)
+        while not (pid := pid_of(max(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime))):
+            pass  # it is about to be written
+        os.kill(pid, signal.SIGKILL)
 
     study, told = optuna.create_study(), []
     threading.Thread(target=kills, daemon=True).start()

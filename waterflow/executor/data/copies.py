@@ -172,7 +172,7 @@ class Ranges:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """Where each begins, and where it and all before it have ended."""
+        """Pairs of addresses, by begin: where a range begins, and the largest end of it and those before it."""
         return [*zip(self._starts, self._ends)]
 
     def have(self, tensor: torch.Tensor) -> bool:
