@@ -22,6 +22,7 @@ from waterflow.executor.engine import Engine, within
 from waterflow.executor.policy import Preempted, ResourcePolicy
 from waterflow.training.engine_lease import LoopLease
 from waterflow.training.runner import JobRunner
+from waterflow.training.safepoint import State
 
 
 def held(engine: Engine, yields: bool = True, **settings: Any) -> tuple[JobRunner, Callable[[], wf.JobResult]]:
@@ -69,8 +70,9 @@ def test_jobs_that_are_held_at_any_moment_have_their_bits(seed: int) -> None:
             chosen = numbers.choice(runners)
             chosen.lease.hold(numbers.random() < 0.6)
             seen = sum(runner.begun for runner in runners) + numbers.randrange(8)
-            held = all(runner.lease.policy.held for runner in runners)
-            until(lambda: held or sum(r.begun for r in runners) >= seen or all(r._thread is None for r in runners))  # noqa: B023
+            # None goes on that has ended, nor one that is held.
+            still = [runner for runner in runners if not runner.lease.policy.held]
+            until(lambda: sum(r.begun for r in runners) >= seen or all(r._safepoint.state is State.ENDED for r in still))  # noqa: B023
         for runner in runners:
             runner.lease.hold(False)
         for result, expected in zip(results, alone, strict=True):
