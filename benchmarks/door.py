@@ -6,13 +6,16 @@ compares steps that people train, in wall time. One intra-op thread; each figure
 
 from __future__ import annotations
 
+import ctypes
 import json
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -88,6 +91,24 @@ def asked_by_hand(make: Callable[[], Made]) -> Callable[[], None]:
     return run
 
 
+def floor(folder: str) -> Callable[[int], float]:
+    """A function that trains the perceptron for so many steps in C++ (``floor.cpp``, built in ``folder``) and returns the loss."""
+    built, torchs = f"{folder}/floor.so", Path(torch.__file__).parent / "lib"
+    command = ["c++", "-O3", "-march=native", "-ffast-math", "-fno-math-errno", "-shared", "-fPIC", "-o", built]
+    link = [f"-L{torchs}", f"-Wl,-rpath,{torchs}", "-ltorch_cpu", "-lc10"]
+    subprocess.run([*command, str(Path(__file__).with_name("floor.cpp")), *link], check=True)
+    train = ctypes.CDLL(built).train
+    train.restype = ctypes.c_double
+    model, _, batch = perceptron()
+    parameters = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+    def run(steps: int) -> float:
+        given = (ctypes.c_void_p(one.data_ptr()) for one in (parameters, *batch))
+        return float(train(steps, *given, ctypes.c_float(1e-3)))
+
+    return run
+
+
 def trained(make: Callable[[], Made]) -> Callable[[], None]:
     """A job over a list of batches."""
     _, _, batch = make()
@@ -159,10 +180,10 @@ def in_threads(count: int) -> Callable[[], float]:
     return measured
 
 
-def measure(variants: dict[str, Callable[[], None]], clock: Callable[[], float], repeats: int) -> dict[str, list[float]]:
+def measure(variants: dict[str, Callable[[], object]], clock: Callable[[], float], repeats: int) -> dict[str, list[float]]:
     """Microseconds a step."""
 
-    def timed(run: Callable[[], None]) -> float:
+    def timed(run: Callable[[], object]) -> float:
         began = clock()
         run()
         return (clock() - began) / STEPS * 1e6
@@ -194,8 +215,10 @@ def main() -> int:
             time.thread_time,
             4 * arguments.repeats,
         )
+    with tempfile.TemporaryDirectory() as folder:
         large = measure(
             {
+                "perceptron, in C++": partial(floor(folder), STEPS),
                 "perceptron, by hand": by_hand(perceptron),
                 "perceptron, a step alone": stepped(perceptron),
                 "perceptron, a job": trained(perceptron),

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import waterflow as wf
+from benchmarks import networks
 from benchmarks.gpu_check import MARK, ROOT
 
 # A stand-in computes on the CPU: there a tenth of the steps, and less.
@@ -110,7 +111,7 @@ def cnn() -> nn.Module:
 
 def deep_mlp() -> nn.Module:
     """Bound by launches."""
-    return nn.Sequential(nn.Linear(256, 64), *(m for _ in range(24) for m in (nn.Linear(64, 64), nn.ReLU())), nn.Linear(64, 10))
+    return nn.Sequential(nn.Linear(256, 64), networks.deep_mlp(24, 64), nn.Linear(64, 10))
 
 
 def tiny_transformer() -> nn.Module:

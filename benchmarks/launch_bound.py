@@ -12,13 +12,14 @@ from torch import nn
 
 import waterflow as wf
 from benchmarks import report
+from benchmarks.networks import deep_mlp
 
 STEPS = 200
 
 
 def mlp() -> nn.Module:
-    """40 layers of width 64."""
-    return nn.Sequential(*(layer for _ in range(40) for layer in (nn.Linear(64, 64), nn.ReLU())))
+    """40 residual layers of width 64."""
+    return deep_mlp(40, 64)
 
 
 def transformer() -> nn.Module:

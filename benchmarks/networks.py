@@ -17,6 +17,22 @@ def linear_relu(sizes: Sequence[int], dropout: float = 0.0) -> list[nn.Module]:
     return [module for i, o in pairwise(sizes) for module in (nn.Linear(i, o), nn.ReLU(), *tail)]
 
 
+class Around(nn.Module):
+    """A layer with a way around it (He et al. 2016)."""
+
+    def __init__(self, *layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(*layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x)
+
+
+def deep_mlp(depth: int, width: int, dropout: float = 0.0) -> nn.Module:
+    """So many layers of one width, each with a way around it: without, gradients of the first ones are too small to learn from."""
+    return nn.Sequential(*(Around(*linear_relu((width, width), dropout)) for _ in range(depth)))
+
+
 def mlp(sizes: Sequence[int], dropout: float) -> nn.Module:
     """A perceptron with these widths, for inputs of any shape."""
     return nn.Sequential(nn.Flatten(), *linear_relu(sizes[:-1], dropout), nn.Linear(*sizes[-2:])).train()

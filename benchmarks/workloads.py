@@ -16,7 +16,7 @@ from torch import Generator, Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils import _pytree as pytree
 
-from benchmarks.networks import LSTMLanguageModel, conv_bn_relu, linear_relu
+from benchmarks.networks import LSTMLanguageModel, conv_bn_relu, deep_mlp, linear_relu
 from benchmarks.zoo import FULL
 
 BATCHES = 4  # different ones of each job, made before the clock and read in turn
@@ -126,9 +126,9 @@ def mixed(kind: str, count: int) -> JobSet:
 # -- models that the zoo does not have in this size
 
 
-def deep_mlp(dropout: float) -> nn.Module:
-    """40 layers of width 64."""
-    return nn.Sequential(*linear_relu([64] * 41, dropout))
+def deep(dropout: float) -> nn.Module:
+    """40 residual layers of width 64."""
+    return deep_mlp(40, 64, dropout)
 
 
 def tiny_transformer(dropout: float) -> nn.Module:
@@ -250,7 +250,7 @@ _SLOW_SGD = _SGD | {"lr": 0.001}
 WORKLOADS: dict[str, Workload] = {
     workload.name: workload
     for workload in (
-        Workload("mlp", LAUNCH_BOUND, deep_mlp, _pairs(4, 64), _squared_error, AdamW, _ADAMW, 1600),
+        Workload("mlp", LAUNCH_BOUND, deep, _pairs(4, 64), _squared_error, AdamW, _ADAMW, 1600),
         Workload("transformer", LAUNCH_BOUND, tiny_transformer, _pairs(4, 16, 32), _squared_error, AdamW, _ADAMW, 320,
                  dropout=0.1),
         Workload("lenet", MEDIUM, lenet, _pictures(64, 32, 10), _classify, SGD, _SGD, 160),

@@ -107,6 +107,24 @@ def test_an_ensemble_with_another_learning_rate_is_noticed(tiny: str) -> None:
     assert agreement.apart(made.run([STEPS] * 2), expected) > agreement.TOLERANCE
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_deep_mlp_learns_from_numbers_that_are_not_denormal(seed: int) -> None:
+    job = MadeJob(JobSpec("mlp", seed))
+    optimizer = job.optimizer(job.model.parameters())
+    tiny = torch.finfo(torch.float32).tiny
+    losses = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = job.workload.loss(job.model, job.batches[0])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        held = [*job.model.parameters(), *(p.grad for p in job.model.parameters())]
+        held += [value for entries in optimizer.state.values() for value in entries.values()]
+        assert not any(((one != 0) & (one.abs() < tiny)).any() for one in held if one is not None)
+    assert losses[-1] < 0.5 * losses[0]
+
+
 def test_an_ensemble_steps_all_jobs_at_once() -> None:
     made = RUNNERS["ensemble"]([MadeJob(spec) for spec in same("lenet", 2).jobs])
     with pytest.raises(ValueError, match=r"got \[2, 3\] steps"):

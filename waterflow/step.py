@@ -286,7 +286,8 @@ class Step:
         Raises CaptureError if the step would run as an opaque job, which has no plan before it has run, and MemoryLimitError if
         it cannot be lowered to that height; its ``needed`` is the lowest height that was found.
         """
-        return self._bound_steps.plan(*self._flat(batch), recompute).renamed(self.name)
+        captured = self._bound_steps.captured(*self._flat(batch), recompute)
+        return captured.plans(self._threads).plan.renamed(self.name)
 
     def footprint_for(self, batch: Batch, recompute: int | None = None) -> Footprint:
         """Return the memory requests of such a step; its ``offsets()`` places them. Arguments and errors as ``plan_for``."""

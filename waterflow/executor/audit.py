@@ -96,8 +96,8 @@ class BothWays:
     def __post_init__(self) -> None:
         spec = self.owner.spec
         held = dict(self._held())
-        self.shared = min((name for name, tensor in held.items() if tensor.is_shared()), default=None)
-        self._tensors = dict(held)
+        self.shared = min((name for name, tensor in held.items() if tensor.untyped_storage().is_shared()), default=None)
+        every = dict(held)
         self._unchanged = {name: _C.StateBytes([held.pop(name)]) for name in self._frozen()}
         leaves = pytree.tree_leaves(self.batch)
         changed = Ranges([*held.values(), *(leaves[i] for i in self.captured.changed_leaves)])
@@ -107,7 +107,7 @@ class BothWays:
                 into = held if changed.have(leaf) else self._read
                 into[f"tensor {number} of the batch"] = leaf
         self._changed = held
-        self._tensors |= held | self._read
+        self._counted = {name: one for name, one in (every | held | self._read).items() if not one.is_inference()}
         self._before = _C.StateBytes([*held.values(), *self._read.values()])
         kind: Any = type(spec.optimizer)
         self._twin = kind.__new__(kind)
@@ -239,12 +239,12 @@ class BothWays:
         yield
         self.seconds[way] = time.thread_time() - began
 
-    def _versions(self) -> dict[str, int]:
+    def _versions(self) -> list[int]:
         # Of all that the step reads. Each change in place counts one more, whoever makes it.
-        return {name: tensor._version for name, tensor in self._tensors.items() if not tensor.is_inference()}
+        return [tensor._version for tensor in self._counted.values()]
 
-    def _since(self, versions: dict[str, int]) -> dict[str, int]:
-        return {name: now - versions[name] for name, now in self._versions().items() if name in versions}
+    def _since(self, versions: list[int]) -> dict[str, int]:
+        return {name: now - then for name, now, then in zip(self._counted, self._versions(), versions)}
 
     def _run_eagerly(self, numbers: torch.Tensor) -> _Outcome:
         spec = self.owner.spec

@@ -80,7 +80,7 @@ class Owner:
                 binding.own_gradient(parameter)
         for look in self.fingerprint.guarded_places:
             look.guard(binding.guards)
-        for parameter in self.spec.model.parameters():
+        for parameter in self.fingerprint.parameters.values():
             binding.guards.hooks(parameter)
         _guard_optimizer(binding.guards, self.spec.optimizer)
 

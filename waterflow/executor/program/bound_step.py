@@ -355,7 +355,7 @@ class BoundSteps:
             holders.check(self._hold, spec.model, trained, captured.written_buffers)
             written = [fingerprint.external_tensors[one.leaf] for one in captured.changed_inputs if one.kind == "external"]
             holders.check_tensors(self._hold, fingerprint.external_tensors, written)
-        moved = members_of(plain, spec.optimizer, dict(spec.model.named_parameters()))
+        moved = members_of(plain, spec.optimizer, fingerprint.parameters)
         owner = Owner(spec, self._accumulators, self.first.flags(moved), fingerprint, self._resized)
         self._note_resized(plain, owner)
         ownership.check(plain.capture.reached, owner)
@@ -368,8 +368,7 @@ class BoundSteps:
         self._last = whole = Whole(key, plain, form, plans if form is captured else self._plans(key, form))
         made = BoundStep(key, plain, captured, plans, binding, slots, positions, structure, code, owner, moved, whole)
         if captured.capture.early_updates or captured.recomputed is not None:
-            buffers = dict(spec.model.named_buffers())
-            written = [buffers[name] for name in captured.written_buffers]
+            written = [owner.tensors[name] for name in captured.written_buffers]
             made.guarded = True
             made.changed_early = Ranges([*spec.trained().values(), *state_of(spec.optimizer)])
             made.changed_between = Ranges(written if captured.recomputed is not None else ())
@@ -438,10 +437,6 @@ class BoundSteps:
                 whole.lowest = error.needed
                 return None
         return form
-
-    def plan(self, leaves: list[Any], batch_spec: pytree.TreeSpec | None, batch_key: Hashable, height: int | None = None) -> Plan:
-        """Return the plan of a step on such a batch, without binding it. Raises as ``captured`` does."""
-        return self.captured(leaves, batch_spec, batch_key, height).plans(self._threads).plan
 
     def captured(
         self, leaves: list[Any], batch_spec: pytree.TreeSpec | None, batch_key: Hashable, height: int | None = None

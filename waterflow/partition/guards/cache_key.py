@@ -230,6 +230,7 @@ def tensor_key(tensor: torch.Tensor) -> tuple[Hashable, ...]:
 class Fingerprint:
     """Builds one key; remembers the objects that it has met, so that cycles end and sharing shows.
 
+    ``parameters`` and ``buffers`` are those of the model ``own``, by name.
     ``guarded_places`` are the places that it looked into. ``external_tensors`` are the tensors that it met beside
     parameters and buffers of the model ``own``, in an order that is the same for equal keys. ``generators`` are sources
     of random numbers. ``keep`` has objects that count by their address and must live as long as the key. ``opaque``
@@ -244,7 +245,10 @@ class Fingerprint:
         self.keep: list[Any] = []
         self.opaque: dict[int, str] = {}
         self.found: list[tuple[GuardedPlace, Any]] = []
-        self._own = set() if own is None else {id(t) for t in (*own.modules(), *own.parameters(), *own.buffers())}
+        self.parameters = {} if own is None else dict(own.named_parameters())
+        self.buffers = {} if own is None else dict(own.named_buffers())
+        modules = own.modules() if own is not None else ()
+        self._own = {id(one) for one in (*modules, *self.parameters.values(), *self.buffers.values())}
         self._seen: dict[int, int] = {}
         self._alive: list[Any] = []  # an address must not be given to another object while this is being built
         self._path: list[str] = []
@@ -407,7 +411,7 @@ class Fingerprint:
 
     def _hooks(self, hooks: dict[Any, Any], ways: Iterable[dict[Any, Any]]) -> Hashable:
         # ``ways`` tell how each hook is called. Their keys count hooks of the whole process, so only the order is kept.
-        for one in (hooks, *ways):
+        for one in (hooks, *ways) if hooks else (hooks,):
             self.guard(one, "dict")
         if len(hooks) > 1 and isinstance(hooks, OrderedDict):
             self.guard(hooks, "items", base=OrderedDict)

@@ -165,17 +165,16 @@ def _dict_keys(spec: pytree.TreeSpec) -> Iterator[Hashable]:
 
 def structure_key(spec: StepSpec) -> tuple[Hashable, Fingerprint]:
     """Return the key of everything but the batch, and its fingerprint. Raises CaptureError for what cannot be captured."""
-    check_plain((f"parameter {name!r}", tensor) for name, tensor in spec.model.named_parameters())
-    check_plain((f"buffer {name!r}", tensor) for name, tensor in spec.model.named_buffers())
+    fingerprint = Fingerprint(spec.model)
+    check_plain((f"parameter {name!r}", tensor) for name, tensor in fingerprint.parameters.items())
+    check_plain((f"buffer {name!r}", tensor) for name, tensor in fingerprint.buffers.items())
     if not all(has_fused_form(p) for group in spec.optimizer.param_groups for p in group["params"]):
         raise CaptureError("the optimizer has no fused form for complex parameters, nor for views with gaps in memory")
-    fingerprint = Fingerprint(spec.model)
     model = fingerprint.of(spec.model)
     compute = fingerprint.of(spec.compute_loss)
     _check_parametrized(fingerprint)
-    numbers = {id(p): n for n, p in enumerate(spec.model.parameters())}
-    hooks = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in spec.model.parameters())
-    if hooks:
+    numbers = {id(p): n for n, p in enumerate(fingerprint.parameters.values())}
+    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in fingerprint.parameters.values()):
         raise CaptureError("a parameter has gradient hooks, which must run every step; take them off")
     check_hooks(spec.optimizer)
     groups = []
@@ -241,7 +240,7 @@ def lie_apart(spec: StepSpec, fingerprint: Fingerprint) -> bool:
     tensors share bytes, the operations stay in their order: no early updates, and nothing is recomputed.
     """
     rates = [group["lr"] for group in spec.optimizer.param_groups if isinstance(group["lr"], torch.Tensor)]
-    own = [*spec.model.parameters(), *spec.model.buffers()]
+    own = [*fingerprint.parameters.values(), *fingerprint.buffers.values()]
     ranges = sorted(r for kind in (own, fingerprint.external_tensors, rates, state_of(spec.optimizer)) for r in ranges_of(kind))
     return all(before[1] <= after[0] for before, after in pairwise(ranges))
 
