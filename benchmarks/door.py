@@ -94,8 +94,9 @@ def asked_by_hand(make: Callable[[], Made]) -> Callable[[], None]:
 def floor(folder: str) -> Callable[[int], float]:
     """A function that trains the perceptron for so many steps in C++ (``floor.cpp``, built in ``folder``) and returns the loss."""
     built, torchs = f"{folder}/floor.so", Path(torch.__file__).parent / "lib"
+    # Not -ffast-math: a library that is built by it makes the whole process that loads it take denormal numbers for zero.
     command = ["c++", "-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC", "-o", built]
-    link = [f"-L{torchs}", f"-Wl,-rpath,{torchs}", "-ltorch_cpu", "-lc10"]
+    link = [f"-L{torchs}", f"-Wl,-rpath,{torchs}", "-ltorch_cpu"]
     subprocess.run([*command, str(Path(__file__).with_name("floor.cpp")), *link], check=True)
     train = ctypes.CDLL(built).train
     train.restype = ctypes.c_double

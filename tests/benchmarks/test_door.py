@@ -8,6 +8,7 @@ import pytest
 from torch.nn import functional as F
 
 from benchmarks import door
+from waterflow import _C
 
 
 def test_the_loop_in_cpp_trains_as_torch_does(tmp_path: Path) -> None:
@@ -19,5 +20,7 @@ def test_the_loop_in_cpp_trains_as_torch_does(tmp_path: Path) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+    before = _C.denormals_here()
     assert door.floor(str(tmp_path))(5) == pytest.approx(losses[-1], rel=1e-5)
+    assert _C.denormals_here() == before
     assert losses[-1] < losses[0]
