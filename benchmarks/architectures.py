@@ -3,8 +3,7 @@
     python -m benchmarks.architectures [PART ...] [--rounds 3] [--save]
 
 ``sizes``: ``A of S`` are A cells of ``examples.cells`` of S steps each, on batches of 16 digits, a plain step of 2 to 4 ms. ``recipe``
-is the study of that example, ``lengths`` are loops in a study, ``rule`` simulates them with made-up costs. Runs are
-processes of their own, in turn; captures count.
+is the study of that example, ``lengths`` are loops in a study. Runs are processes of their own, in turn; captures count.
 ``limited`` has memory for three cells, and ``flat`` looks at the memory of 400.
 """
 
@@ -13,7 +12,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import math
 import random
 import subprocess
 import sys
@@ -32,8 +30,6 @@ import waterflow as wf
 from benchmarks import report
 from benchmarks.memory_limit import Watch
 from examples import cells, demo
-from waterflow.executor.program.capture_budget import Horizon, TrialLengths
-from waterflow.executor.stats import Account
 
 Row = dict[str, Any]
 SIZES = {(40, 60): 0.97, (6, 600): 1.3, (2, 6_000): 2.0}
@@ -212,37 +208,6 @@ def _loops(way: str, steps: int) -> tuple[float, float]:
     return seconds[-3], seconds[-1]
 
 
-def rule(_rounds: int) -> list[Row]:
-    """The rule of ``lengths`` alone, with made-up costs: the worst of drawn lengths, captures and gains against the best in hindsight."""
-    numbers, worst = random.Random(0), {"unknown": (0.0, ""), "known": (0.0, "")}
-    for _ in range(2_000):
-        steps, pays_after = round(10 ** numbers.uniform(math.log10(5), math.log10(20_000))), numbers.uniform(5, 500)
-        saved = numbers.uniform(0.05, 0.75)  # of an eager step, which takes 1: captured ones are up to four times as fast
-        best = min(steps, pays_after * saved + steps * (1 - saved))
-        known = TrialLengths()
-        for number in range(3):
-            known.ended(number, _stepped(steps))
-        for what, lengths in (("unknown", None), ("known", known)):
-            account = _stepped(0)
-            horizon = Horizon(account, "mine", lengths or TrialLengths(), Counter())
-            while account["steps"] < steps and not horizon.lasts(pays_after):
-                account["steps"] += 1
-            done = int(account["steps"])
-            taken = done if done == steps else done + pays_after * saved + (steps - done) * (1 - saved)
-            worst[what] = max(worst[what], (taken / best, f"{steps:,} steps, pays after {pays_after:.0f}, saves {saved:.0%}"))
-    return [
-        {"what": f"2,000 made-up loops of 5 to 20,000 steps, {what} before", "times as long": ratio, "worst": which, "goal": goal,
-         "holds": ratio <= goal}
-        for (what, (ratio, which)), goal in zip(worst.items(), (1.8, 1.3))
-    ]  # fmt: skip
-
-
-def _stepped(steps: int) -> Account:
-    account = Account("")
-    account["steps"] = steps
-    return account
-
-
 def limited(_rounds: int) -> list[Row]:
     """A search under a limit for three of its cells."""
     limit, most, states = _in_process("limited")
@@ -313,7 +278,7 @@ IN_PROCESSES: dict[str, Callable[..., Any]] = {
     "run": _run, "loops": _loops, "plan": _plan, "limited": _limited, "flat": _flat,
 }  # fmt: skip
 PARTS: dict[str, Callable[[int], list[Row]]] = {
-    "sizes": sizes, "recipe": recipe, "lengths": lengths, "rule": rule, "limited": limited, "flat": flat,
+    "sizes": sizes, "recipe": recipe, "lengths": lengths, "limited": limited, "flat": flat,
 }  # fmt: skip
 
 
