@@ -21,6 +21,7 @@ settings.register_profile("full", settings.get_profile("short"), max_examples=20
 settings.load_profile("short")
 
 
+CAMPAIGN_SECONDS = 1200  # for a test without a limit of its own: the longest draws from 50,000 seeds
 _seconds: dict[str, float] = {}
 
 
@@ -42,6 +43,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     late = [any(item.get_closest_marker(tier) for tier in out) for item in items]
     config.hook.pytest_deselected(items=[item for item, is_late in zip(items, late) if is_late])
     items[:] = [item for item, is_late in zip(items, late) if not is_late]
+    if config.getoption("--full"):
+        for item in items:
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(CAMPAIGN_SECONDS))
 
 
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
