@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,14 @@ def started(code: UserCode, work: Callable[[], None]) -> tuple[threading.Thread,
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread, ends
+
+
+def test_a_thread_that_waits_for_torch_s_imports_is_broken_off_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cancel, "begin_import", Future[None])  # of an import that does not end
+    code = UserCode()
+    thread, ends = started(code, lambda: ends.append("it began"))
+    break_off_all([code], [thread], 10.0)
+    assert not thread.is_alive() and ends == ["broken off"]
 
 
 @pytest.mark.slow

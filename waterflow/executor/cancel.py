@@ -24,7 +24,7 @@ import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Protocol, TypeVar
@@ -184,12 +184,14 @@ class UserCode:
         """
         # Not in the constructor: that may run on a thread that others wait for.
         imported = begin_import()
-        with contextlib.nullcontext() if imported.done() else time_does_not_count():
-            imported.result()
+        while not (self._over or imported.done()):
+            with time_does_not_count():
+                wait([imported], ORDER_AGAIN)  # not registered yet, the thread sees for itself that it is interrupted
         thread = threading.get_ident()
         with self._lock:
             if self._over:
                 raise JobCancelled("it was interrupted before it began")
+            imported.result()
             self._inside[thread] += 1
         try:
             yield
