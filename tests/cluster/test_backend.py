@@ -97,7 +97,7 @@ def test_progress(there: Watched, id: str) -> None:
     assert SLOW / 2 < 1 / told.pace < 40 * SLOW
     assert told.memory > 2 * 4 * (12 * 24 + 24 + 24 + 1)
     ended = there.end(id)
-    assert ended.how == "completed" and ended.steps == 120
+    assert ended.how == "completed" and ended.steps == 120 and ended.fraction == 1.0
     steps = [part.steps for part in there.of(id)]
     assert steps == sorted(steps) and steps[-1] <= 120
     assert {epoch for _, epoch, part in there.told if part.id == id} == {there.epoch(first)}

@@ -252,13 +252,14 @@ class RunningGroup:
 
     def measure(self, pace: Pace) -> None:
         """Note its progress, and its pace."""
-        steps = self.steps()
         with self._lock:
             runners = list(self._runners.values())
-        fraction = min(1.0, steps / self._length) if self._length else None
-        told = {"memory": sum(map(_memory, runners)), "seconds": self._seconds(), **asdict(pace)}
         # Not told at once: it goes with the next sign of life.
-        self._change(False, steps=steps, fraction=fraction, **told)
+        self._change(False, **self._progress(), memory=sum(map(_memory, runners)), **asdict(pace))
+
+    def _progress(self) -> dict[str, Any]:
+        steps = self.steps()
+        return {"steps": steps, "fraction": min(1.0, steps / self._length) if self._length else None, "seconds": self._seconds()}
 
     def _seconds(self) -> float:
         # Since the start, without the time in which it was held.
@@ -299,10 +300,10 @@ class RunningGroup:
             return self._fenced()
         except Exception:
             logger.exception("the end of %r is told, and could not be noted", self.id)
-        self._end(how, reason[:LONGEST_REASON], self.steps())
+        self._end(how, reason[:LONGEST_REASON])
 
-    def _end(self, how: How, reason: str, steps: int = 0) -> None:
-        self._change(phase="ended", how=how, reason=reason, steps=steps, seconds=self._seconds())
+    def _end(self, how: How, reason: str) -> None:
+        self._change(phase="ended", how=how, reason=reason, **self._progress())
 
     def _change(self, tell: bool = True, **fields: Any) -> None:
         with self._lock:
