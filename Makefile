@@ -14,6 +14,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
+# Packages are installed without bytecode. Tests start hundreds of processes, which keep it, whatever the shell says: else
+# each of them compiles the packages' files anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Torch for CUDA, whose steps are checked without a GPU, on a stand-in.
 CUDA_VENV   := .venv-cuda
 CUDA_PYTHON ?= python3.12

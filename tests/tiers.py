@@ -49,26 +49,23 @@ def _habits_of(own: Path, test: str) -> set[str]:
     seen = set(ways)
     while ways:
         path, name = ways.pop()
-        habits, names = _facts(path).get(name, (set(), set()))
-        found |= habits
-        for other in names:
-            for place in _places(path, other):
-                if place not in seen:
-                    seen.add(place)
-                    ways.append(place)
+        found |= _facts(path).get(name, (set(), set()))[0]
+        ways += _used(path, name) - seen
+        seen |= _used(path, name)
     return found
 
 
-def _places(path: Path, name: str) -> Iterable[tuple[Path, str]]:
-    """Where a name of a test file is defined: there, in the file it is imported from, or as a fixture of a conftest."""
-    if name in _facts(path):
-        yield path, name
-    elif name in _imported(path):
-        yield _imported(path)[name]
-    else:
-        for folder in (path.parent, Path("tests")):
-            if (ROOT / folder / "conftest.py").exists() and name in _facts(folder / "conftest.py"):
-                yield folder / "conftest.py", name
+@functools.cache
+def _used(path: Path, name: str) -> set[tuple[Path, str]]:
+    """Where the names are defined that something in a test file uses: there, where they are imported from, or in a conftest."""
+    names = _facts(path).get(name, (set(), set()))[1]
+    here, imported = names & _facts(path).keys(), (names - _facts(path).keys()) & _imported(path).keys()
+    found = {(path, each) for each in here} | {_imported(path)[each] for each in imported}
+    for folder in {path.parent, Path("tests")}:
+        if (ROOT / folder / "conftest.py").exists():
+            fixtures = _facts(folder / "conftest.py").keys()
+            found |= {(folder / "conftest.py", each) for each in (names - here - imported) & fixtures}
+    return found
 
 
 @functools.cache
@@ -101,15 +98,19 @@ def _facts(path: Path) -> dict[str, tuple[set[str], set[str]]]:
     return found
 
 
-def _habits(tree: ast.AST, waits: bool = False) -> set[str]:
+def _habits(tree: ast.AST) -> set[str]:
     """Loops that poll ``while`` a condition may sleep in between, and clocks may bound them: neither is a habit."""
     found = set()
-    if _is_sleep(tree) and not (waits and isinstance(tree, ast.Call)):
-        found.add("sleeps")
-    if isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Sub) and _is_clock(tree.left):
-        found.add("measures a duration")
-    waits |= isinstance(tree, ast.While) and ast.unparse(tree.test) not in ("True", "1")
-    return found.union(*(_habits(child, waits) for child in ast.iter_child_nodes(tree)))
+    nodes = [(tree, False)]
+    while nodes:
+        node, waits = nodes.pop()
+        if _is_sleep(node) and not (waits and isinstance(node, ast.Call)):
+            found.add("sleeps")
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub) and _is_clock(node.left):
+            found.add("measures a duration")
+        waits |= isinstance(node, ast.While) and ast.unparse(node.test) not in ("True", "1")
+        nodes += [(child, waits) for child in ast.iter_child_nodes(node)]
+    return found
 
 
 def _is_sleep(node: ast.AST) -> bool:

@@ -244,13 +244,14 @@ MUTANTS: dict[str, tuple[type, str, str, str]] = {
     "a lost node that is not told": (Reconciler, "see", "self._node_lost(name, epoch, blame)", "pass"),
     "a request that is not repeated": (Nodes, "listen", "if requests.pending and", "if False and"),
 }  # fmt: skip
+SOONEST = {"an answer before the commit": 14}  # the seed that finds it at once, tried first
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_planted_faults_are_found(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, method, old, new = MUTANTS[name]
     monkeypatch.setattr(kind, method, mutated(getattr(kind, method), old, new))
-    for seed in range(40):
+    for seed in sorted(range(40), key=lambda seed: seed != SOONEST.get(name)):
         (tmp_path / str(seed)).mkdir()
         try:
             with monkeypatch.context() as here:

@@ -104,14 +104,6 @@ def _index(device: Any) -> int:
     return int(torch.cuda.current_device()) if torch.cuda.is_initialized() else 0
 
 
-def planned_request_nanoseconds() -> list[float]:
-    """Measure a planned request with its release in nanoseconds, without torch's share: the mean of each of several batches."""
-    count = 1000
-    rows = [(512, 512 * i, i, 2 * count) for i in range(count)]
-    plan = _C.RequestPlan(rows, list(range(count + 1)), [2 * count] * count, 512)
-    return _C.time_planned_requests(plan, _C.cuda_device(_index(None)))
-
-
 # -- replacements for functions of torch.cuda, which ask torch's own allocator
 
 

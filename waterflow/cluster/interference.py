@@ -21,7 +21,7 @@ from pathlib import Path
 from waterflow.cluster.book import Entry
 from waterflow.cluster.model_profiles import GIB, KNOWN_MODELS, UNKNOWN, ModelProfile
 from waterflow.cluster.shared_device import Load, coordinated
-from waterflow.cluster.submission import Priority, Submission
+from waterflow.cluster.submission import Priority
 from waterflow.executor.interference import Allowed
 
 Pair = tuple[str, str]
@@ -97,10 +97,6 @@ class Interference:
     def utilization(self, model: str | None) -> float:
         """Return the share of time in which a model alone keeps its device busy."""
         return self.profile(model).utilization
-
-    def utilization_of(self, submission: Submission) -> float:
-        """Return ``utilization`` of a submission's model, as ``Simulator`` asks for it."""
-        return self.utilization(submission.model)
 
     def memory(self, model: str | None) -> int:
         """Return the bytes that a model holds on each device."""

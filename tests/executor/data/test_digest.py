@@ -32,7 +32,7 @@ def test_the_order_of_a_set_and_the_strides_of_a_tensor_do_not_count() -> None:
         subprocess.run(
             [sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True
         ).stdout
-        for seed in ("1", "2", "3")
+        for seed in ("1", "2")  # and this process has a seed of its own
     }
     assert told == {digest([{"d", "c", "b", "a"}, {"x": 1.5}, "y"]).hex() + "\n"}
     assert digest(torch.arange(6).view(2, 3).t().contiguous()) == digest(torch.arange(6).view(2, 3).t())

@@ -202,7 +202,7 @@ void Engine::batch_arrives(Job& job) {
 }
 
 // A step begins where a lane is free and there is room.
-Engine::Lane* Engine::start(Job& job, Lane* here) {
+Lane* Engine::start(Job& job, Lane* here) {
   const StepRun& run = *job.queue.front();
   const Heights& heights = run.plan->heights;
   const bool enough = leaves_enough(job);
@@ -428,7 +428,7 @@ bool Engine::open_to(const Lane& lane, const Job& job) const {
 }
 
 // The lane where a step of this job may begin: the one that is kept for it, the one asked for, or any.
-Engine::Lane* Engine::lane_for(const Job& job, const Lane* here) const {
+Lane* Engine::lane_for(const Job& job, const Lane* here) const {
   Lane* found = nullptr;
   for (auto& lane : lanes_) {
     if (!open_to(*lane, job) || !has_pages(*lane, *job.queue.front())) continue;

@@ -188,7 +188,6 @@ class Engine {
 
  private:
   using Job = EngineJob;
-  using Lane = waterflow::Lane;
   // Steps that have left their queue. What they hold may be Python's last hold on a job, which then calls the engine:
   // it is let go without the lock.
   struct Dropped {
@@ -209,15 +208,14 @@ class Engine {
     static thread_local const Inside* innermost;
   };
 
-  template <class Value>
-  Value locked(const Value& value) const {
-    std::lock_guard<std::mutex> guard(lock_);
-    return value;
-  }
   template <class Read>
   std::invoke_result_t<Read> under_lock(const Read& read) const {
     std::lock_guard<std::mutex> guard(lock_);
     return read();
+  }
+  template <class Value>
+  Value locked(const Value& value) const {
+    return under_lock([&] { return value; });
   }
 
   void lane_main(Lane& lane);
