@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -496,6 +498,14 @@ def test_a_batch_of_wrong_shape_is_told_in_one_line(caplog: pytest.LogCaptureFix
         step((torch.randn(4, 9), torch.zeros(4, dtype=torch.int64)))
     assert caught.value.__context__ is None
     assert not [record for record in caplog.records if "fake_tensor" in record.pathname]
+
+
+@pytest.mark.parametrize("do", [copy.deepcopy, pickle.dumps])
+def test_a_step_cannot_be_copied(do: Callable[[Any], Any]) -> None:
+    model = nn.Linear(8, 4)
+    step = wf.Step(model, loss=F.cross_entropy, optimizer=torch.optim.AdamW(model.parameters()), name="it")
+    with pytest.raises(TypeError, match="step 'it' cannot be copied or pickled: copy its model, and the optimizer's state_dict"):
+        do(step)
 
 
 def test_the_line_of_an_error_is_one_of_the_step() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -25,7 +26,7 @@ from waterflow.executor.memory_limit import parse_recompute
 from waterflow.executor.program import beside, eager, ownership
 from waterflow.executor.program.bound_step import BoundStep, BoundSteps
 from waterflow.executor.program.capture_budget import CaptureBudget, Horizon, NewKind
-from waterflow.executor.program.capture_cache import PlannedStep, storage_bytes
+from waterflow.executor.program.capture_cache import Faulty, PlannedStep, storage_bytes
 from waterflow.executor.program.ownership import Hold, holders, made_here
 from waterflow.executor.program.reserve_step import StepClaims
 from waterflow.executor.program.settled import Counts, Settled
@@ -230,6 +231,8 @@ class Step:
         self._micro = 0
         self._told: Counter[str] = Counter() if self.engine is None else self.engine.told
         self._eager_step = eager.EagerStep(self._spec, self.generators, self.name)
+        self._second_look: eager.SecondLook | None = None
+        self._looked = 0.0  # seconds of the last look that was in vain
         self.audit = Audit(audit, self.name, generator, self._spec.device)
         self._closed = False
         self.own_batches: OwnBatches | None = None  # set if other jobs may read the same batches
@@ -330,6 +333,11 @@ class Step:
     def hold_batches(self, count: int) -> None:
         """Reserve memory for ``count`` batches from the next call on: steps are submitted before results are read."""
         self.batches_ahead, self._settled = max(self.batches_ahead, count), None
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"step {self.name!r} cannot be copied or pickled: copy its model, and the optimizer's state_dict(), and make a new Step"
+        )
 
     # -- what a kind of step may change
 
@@ -433,10 +441,10 @@ class Step:
         own = self.own_batches
         if self._on_gpu and (there := brought(batch, self._spec.device, self._takes_arrays)) is not batch:
             batch, own = there, None
-        if self.opaque_reason is not None:
+        if self.opaque_reason is not None and not self._may_be_captured_now(batch, update):
             return self._submit_opaque(batch, own, update)
         refused = done = None
-        counts = Counts.now(self.engine)
+        counts, began = Counts.now(self.engine), time.perf_counter()
         try:
             leaves, batch_spec, key = flatten(batch, self._takes_arrays)
             bound_step = self._bound_steps.find(leaves, batch_spec, key, update)
@@ -449,6 +457,7 @@ class Step:
         except CaptureError as error:
             refused = self.audit.refused(error).with_traceback(None)  # its frames would keep the user's tensors alive
             refused.__context__ = refused.__cause__ = None
+            self._looked = time.perf_counter() - began
         if refused is not None:
             # Only after it has run eagerly is the step opaque; if that fails, too, the batch was at fault.
             return self._submit_opaque(batch, own, update, refused)
@@ -655,8 +664,27 @@ class Step:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         return returned
 
+    def _may_be_captured_now(self, batch: Batch, update: bool) -> bool:
+        # What kept the step from being captured (a hook, a print while debugging) may be gone.
+        look = self._second_look
+        if look is None or self._under_way or not look.due():
+            return False
+        with look.looking():
+            self._bound_steps.after_eager({})
+            try:
+                self._bound_steps.find(*flatten(batch, self._takes_arrays), update)
+            except CaptureError:
+                self._bound_steps.before_eager()
+                self._bound_steps.clear()
+                return False
+        logger.info("step %r is captured from now on; it ran eagerly: %s", self.name, self.opaque_reason)
+        self.opaque_reason = self._second_look = None
+        return True
+
     def _go_opaque(self, error: CaptureError) -> None:
         self.opaque_reason, self._settled = str(error), None
+        lasts = self._spec.has_sums or self._spec.shards > 1 or self._budget.own or isinstance(error, Faulty)
+        self._second_look = None if lasts else eager.SecondLook(self._looked)
         self._tell_eager(error, self._told)
         self._bound_steps.clear()
         self._begins_on_one_lane()

@@ -331,6 +331,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: wf.train([Net(), Net()], loss=F.cross_entropy, optimizer=sgd, data=iter(BATCHES)), "read one iterator"
     ),
     "no threads": (lambda: wf.train([make()], threads_per_lane=0), "threads_per_lane must be a positive integer; got 0"),
+    "nothing": (lambda: wf.train(None), "takes a Job, or a list of jobs or models; got None"),  # type: ignore[arg-type]
+    "no device": (lambda: wf.train([make()], device="tpu"), "'tpu' is not supported; waterflow trains on 'cpu' and 'cuda'"),
+    "too many lanes": (lambda: wf.train([make()], lanes=100_000), "lanes is at most 256; got 100000"),
     "one module twice": (lambda: wf.train(one_module()), r"'a' and 'b' share a module.*copy\.deepcopy"),
     "one name twice": (lambda: wf.train([make(), make()]), "two jobs are called 'job'; give each a name"),
     "nothing shared": (lambda: wf.train([Net()], loss=F.cross_entropy), "pass data= and optimizer= to train"),

@@ -36,6 +36,7 @@ logger = logging.getLogger("waterflow")
 _open_engines = 0
 _open_lock = threading.Lock()
 _interval_before = 0.0
+MOST_THREADS = 256  # of lanes, as many as have planned memory, and for one operation
 # Threads that feed lanes hand the interpreter over often: at Python's 5 ms a lane of short steps would run dry.
 SWITCH_SECONDS = 1e-3
 
@@ -156,8 +157,8 @@ class Engine:
         quantum: float | None = None,
     ) -> None:
         fork_in_turns()
+        check_device(device)
         self.device = torch.device(device)
-        check_device(self.device)
         if not isinstance(exact, bool):
             raise InvalidJobError(f"exact must be True or False; got {exact!r}")
         if mode not in get_args(Mode):
@@ -166,6 +167,11 @@ class Engine:
         for name, count in (("lanes", lanes), ("threads_per_lane", threads_per_lane)):
             if count is not None and (not isinstance(count, Integral) or count < 1):
                 raise InvalidJobError(f"{name} must be a positive integer; got {count!r}")
+            if count is not None and count > MOST_THREADS:
+                raise InvalidJobError(
+                    f"{name} is at most {MOST_THREADS}; got {count!r}. As many lanes, or threads for one, as there are cores "
+                    f"({usable_cores()} here) get the most work done"
+                )
         gpu = cuda.prepare(self.device) if self.device.type == "cuda" else None
         self.device = gpu.device if gpu is not None else self.device
         free = gpu.free if gpu is not None else free_memory()
@@ -174,7 +180,7 @@ class Engine:
             logger.warning(warning)
         reserve = reserve_of(limit) if reserve is None else reserve
         self.threads_per_lane = threads_per_lane
-        default_lanes = cuda.DEFAULT_LANES if gpu is not None else max(1, usable_cores() // threads_per_lane)
+        default_lanes = cuda.DEFAULT_LANES if gpu is not None else min(max(1, usable_cores() // threads_per_lane), MOST_THREADS)
         self.lanes = lanes if lanes is not None else default_lanes
         if asynchronous is None and os.environ.get("WATERFLOW_ASYNCHRONOUS"):
             asynchronous = int(os.environ["WATERFLOW_ASYNCHRONOUS"])

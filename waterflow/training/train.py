@@ -112,7 +112,7 @@ def train(
     if not given:
         return Results()
     if engine is None:  # before there is a folder of checkpoints
-        check_device(torch.device(device))
+        check_device(device)
     limit, parts = memory_of_each(given, devices, memory, max_concurrent)
     with contextlib.ExitStack() as stack:
         if checkpoint is not None and not isinstance(checkpoint, Checkpoints):
@@ -315,6 +315,8 @@ def _as_jobs(jobs: Iterable[Job | nn.Module] | Job, shared: dict[str, Any]) -> l
     if isinstance(jobs, nn.Module):
         raise InvalidJobError("train() takes a list of models; put the one you have into brackets")
     jobs = [jobs] if isinstance(jobs, Job) else jobs
+    if not isinstance(jobs, Iterable):
+        raise InvalidJobError(f"train() takes a Job, or a list of jobs or models; got {jobs!r}")
     strangers = sorted(shared.keys() - _SETTINGS)
     if strangers:
         first = unknown(strangers[0], shared[strangers[0]], _SETTINGS | inspect.signature(train).parameters.keys())

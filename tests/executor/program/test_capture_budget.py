@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import optuna
@@ -136,14 +136,16 @@ def penalized(model: nn.Module, batch: Any) -> torch.Tensor:
     return F.cross_entropy(y, batch[1]) + penalty
 
 
-def annealed(betas: list[float], accumulate: int = 1, **options: Any) -> tuple[wf.Step, list[float], list[int]]:
+def annealed(
+    betas: list[float], accumulate: int = 1, rows: Sequence[int] = (4,), **options: Any
+) -> tuple[wf.Step, list[float], list[int]]:
     """Trains with these values of the attribute, one a step; returns the losses, and the steps that ran eagerly."""
     model = Annealed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     generator = torch.Generator().manual_seed(3)
     step = wf.Step(model, step=penalized, optimizer=optimizer, generator=generator, accumulate=accumulate, name="it", **options)
     losses, eager = [], []
-    for number, (beta, batch) in enumerate(zip(betas, batches([4] * len(betas)))):
+    for number, (beta, batch) in enumerate(zip(betas, batches([*rows] * len(betas)))):
         model.beta, before = beta, step.eager_steps
         losses.append(step(batch).item())
         eager += [number] * (step.eager_steps - before)
@@ -189,11 +191,14 @@ def test_what_never_stands_still_is_looked_at_ever_more_rarely(few: pytest.Monke
     assert len(eager) == 298 and step.opaque_reason is None and len(looks) < 15
 
 
-def test_what_changes_is_told_once_by_its_name(few: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("rows", [(4,), (4, 4, 4, 3)], ids=["one shape", "a smaller batch now and then"])
+def test_what_changes_is_told_once_by_its_name(
+    few: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rows: tuple[int, ...]
+) -> None:
     with caplog.at_level(logging.WARNING, "waterflow"):
-        annealed([0.1 * number for number in range(20)])
+        annealed([0.1 * number for number in range(20)], rows=rows)
     (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith("step 'it' runs eagerly for now") and "beta was 0.1 and is 0.2, and a capture" in said, said
+    assert said.startswith("step 'it' runs eagerly for now") and "beta was" in said and "is 0.2, and a capture" in said, said
 
 
 def test_changes_are_found_by_their_names() -> None:

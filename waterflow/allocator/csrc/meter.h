@@ -1,6 +1,7 @@
 // Counting what the operations of one thread ask of torch's allocators.
 #pragma once
 
+#include <ATen/record_function.h>
 #include <c10/core/Allocator.h>
 #include <c10/util/Logging.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
@@ -79,8 +80,9 @@ class NoProfilerWarnings {
   static inline int living_ = 0, before_ = 0;
 };
 
-// While it lives, requests and releases of the calling thread are counted. Blocks that were there before
-// are not known to it, so their release does not show.
+// While it lives, requests and releases of the calling thread are counted. Blocks that were there before are not known
+// to it, so their release does not show. A profiler of the user's does not see this thread's operations meanwhile: the
+// meter is in the place where its callbacks look for it, and they would take the one for the other.
 class MeterGuard {
  public:
   explicit MeterGuard(StepRequests* log = nullptr, c10::DeviceType counted = c10::DeviceType::CPU)
@@ -99,6 +101,7 @@ class MeterGuard {
 
  private:
   NoProfilerWarnings quiet_;
+  at::DisableRecordFunctionGuard unprofiled_;
   std::shared_ptr<Meter> meter_;
   c10::DebugInfoGuard guard_;
 };

@@ -240,8 +240,8 @@ class CaptureBudget:
         return calls > pays_after
 
     def _why(self, batch: Callable[[], Any]) -> str:
-        if self._made < FREE_CAPTURES or not self._last:
-            return ""  # it has time; or said before
+        if self._made < FREE_CAPTURES or not self._last or self._told_of_changes:
+            return ""  # it has time; or said before; or what changes beside the batch, which was told, took all captures
         now, before, self._last = described(batch()), self._last, {}
         changed = next((path for path in now if before.get(path, now[path]) != now[path]), None)
         if changed is None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,9 +28,37 @@ from waterflow.partition.plan.plan import Plan, opaque_plan
 
 # The first eager steps are metered, and then one of many: counting bytes takes a notable part of the time of a small step.
 FIRST_METERED, METERED_EVERY = 3, 32
+LOOK_AGAIN_AFTER = 10  # times as long as the last look took, or as it takes at most in a small step: so many steps' time
+STEPS_OF_A_LOOK = 50
 
 _NOTHING = contextlib.nullcontext()
 _NOTHING_TO_SET = contextlib.nullcontext(_NOTHING)
+
+
+class SecondLook:
+    """When a step that runs eagerly is looked at again, as what kept it from being captured may be gone.
+
+    ``seconds`` took the first look, its capture; the first of a process imports much of torch, so steps are counted, too. Each time
+    that a look is in vain the next one waits twice as often as long as it took: such looks take ever less of the time.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._times, self._steps = LOOK_AGAIN_AFTER, 0
+        self._next = time.perf_counter() + self._times * seconds
+
+    def due(self) -> bool:
+        """Count a step; return True if it is to be looked at."""
+        self._steps += 1
+        return self._steps >= self._times * STEPS_OF_A_LOOK or time.perf_counter() >= self._next
+
+    @contextlib.contextmanager
+    def looking(self) -> Iterator[None]:
+        """A look, inside the context."""
+        began = time.perf_counter()
+        yield
+        self._times, self._steps = 2 * self._times, 0
+        now = time.perf_counter()
+        self._next = now + self._times * (now - began)
 
 
 class ModelAndLoss(nn.Module):

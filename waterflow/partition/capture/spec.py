@@ -83,9 +83,11 @@ def split_result(result: Any, numbers: bool = False) -> tuple[torch.Tensor, dict
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
         result, metrics = result
     if not isinstance(result, torch.Tensor):
-        raise CaptureError(f"the loss must be a tensor; the step returned {type(result).__name__}")
+        raise CaptureError(
+            f"the loss must be a tensor; the step returned {type(result).__name__}: return the loss, or (loss, {{name: tensor}})"
+        )
     if result.numel() != 1:
-        raise CaptureError(f"the loss must be a scalar; the step returned shape {tuple(result.shape)}")
+        raise CaptureError(f"the loss must be a scalar; the step returned shape {tuple(result.shape)}: take its mean() or sum()")
     for name, value in (metrics or {}).items():
         if not numbers and not isinstance(value, torch.Tensor):
             raise CaptureError(f"metric {name!r} is a {type(value).__name__}, not a tensor; return it as one")
