@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,6 +18,14 @@ pytestmark = [
     pytest.mark.skipif("STANDIN_SCHEDULE" not in os.environ, reason="is about the stand-in"),
     pytest.mark.skipif(os.environ.get("STANDIN_SCHEDULE") != "late", reason="takes the stand-in as late as it can be"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _its_stream() -> Iterator[None]:
+    """A ``torch.cuda.graph`` whose capture fails leaves its stream to the thread, and so to the tests behind these."""
+    before = torch.cuda.current_stream()
+    yield
+    torch.cuda.set_stream(before)
 
 
 def test_work_is_done_when_somebody_waits_for_it() -> None:
