@@ -231,7 +231,7 @@ class Step:
         self._micro = 0
         self._told: Counter[str] = Counter() if self.engine is None else self.engine.told
         self._eager_step = eager.EagerStep(self._spec, self.generators, self.name)
-        self._second_look: eager.SecondLook | None = None
+        self.second_look: eager.SecondLook | None = None  # while it runs eagerly
         self._looked = 0.0  # seconds of the last look that was in vain
         self.audit = Audit(audit, self.name, generator, self._spec.device)
         self._closed = False
@@ -666,25 +666,26 @@ class Step:
 
     def _may_be_captured_now(self, batch: Batch, update: bool) -> bool:
         # What kept the step from being captured (a hook, a print while debugging) may be gone.
-        look = self._second_look
-        if look is None or self._under_way or not look.due():
+        look = self.second_look
+        if look is None or not look.due() or not all(future.run.done for future in self._under_way):
             return False
         with look.looking():
             self._bound_steps.after_eager({})
             try:
-                self._bound_steps.find(*flatten(batch, self._takes_arrays), update)
-            except CaptureError:
+                leaves, batch_spec, key = flatten(batch, self._takes_arrays)
+                self._claimed(self._bound_steps.find(leaves, batch_spec, key, update), leaves, batch_spec)
+            except (CaptureError, InvalidJobError, MemoryError, torch.OutOfMemoryError):  # it trains as it is
                 self._bound_steps.before_eager()
                 self._bound_steps.clear()
                 return False
         logger.info("step %r is captured from now on; it ran eagerly: %s", self.name, self.opaque_reason)
-        self.opaque_reason = self._second_look = None
+        self.opaque_reason = self.second_look = None
         return True
 
     def _go_opaque(self, error: CaptureError) -> None:
         self.opaque_reason, self._settled = str(error), None
         lasts = self._spec.has_sums or self._spec.shards > 1 or self._budget.own or isinstance(error, Faulty)
-        self._second_look = None if lasts else eager.SecondLook(self._looked)
+        self.second_look = None if lasts else eager.SecondLook(self._looked)
         self._tell_eager(error, self._told)
         self._bound_steps.clear()
         self._begins_on_one_lane()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from waterflow.cluster.worker import WorkerSettings
+from waterflow.executor.cores import lanes_of
 from waterflow.executor.memory_limit import DEFAULT_MEMORY
 
 
@@ -69,7 +70,7 @@ class RayShare:
         """
         made = self._settings
         if made.device == "cpu" and self._lanes_follow:
-            made = replace(made, lanes=max(1, self.cpus // made.threads_per_lane))
+            made = replace(made, lanes=lanes_of(self.cpus, made.threads_per_lane))
         if made.device == "cpu" and made.memory is None:  # they may all be of one machine
             made = replace(made, memory=DEFAULT_MEMORY / max(1, devices))
         return made

@@ -19,7 +19,7 @@ from waterflow import _C
 from waterflow.allocator import cuda
 from waterflow.errors import InvalidJobError, JobCancelled, explained
 from waterflow.executor.cancel import LentLane, Turn, has_limit, time_does_not_count
-from waterflow.executor.cores import usable_cores
+from waterflow.executor.cores import MOST_THREADS, lanes_of, usable_cores
 from waterflow.executor.interference import InterferenceController, Starvation
 from waterflow.executor.memory_limit import free_memory, more_than_free, parse_limit, parse_memory, parse_quota, reserve_of
 from waterflow.executor.policy import ResourcePolicy
@@ -36,7 +36,6 @@ logger = logging.getLogger("waterflow")
 _open_engines = 0
 _open_lock = threading.Lock()
 _interval_before = 0.0
-MOST_THREADS = 256  # of lanes, as many as have planned memory, and for one operation
 # Threads that feed lanes hand the interpreter over often: at Python's 5 ms a lane of short steps would run dry.
 SWITCH_SECONDS = 1e-3
 
@@ -180,7 +179,7 @@ class Engine:
             logger.warning(warning)
         reserve = reserve_of(limit) if reserve is None else reserve
         self.threads_per_lane = threads_per_lane
-        default_lanes = cuda.DEFAULT_LANES if gpu is not None else min(max(1, usable_cores() // threads_per_lane), MOST_THREADS)
+        default_lanes = cuda.DEFAULT_LANES if gpu is not None else lanes_of(usable_cores(), threads_per_lane)
         self.lanes = lanes if lanes is not None else default_lanes
         if asynchronous is None and os.environ.get("WATERFLOW_ASYNCHRONOUS"):
             asynchronous = int(os.environ["WATERFLOW_ASYNCHRONOUS"])

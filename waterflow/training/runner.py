@@ -425,6 +425,7 @@ class JobRunner:
         self._make_step(step.model, step.optimizer)
         assert self.step is not None
         self.step.opaque_reason, self.step.measured_height = step.opaque_reason, step.measured_height
+        self.step.second_look = step.second_look
         put_progress(self.step, checkpoint.state["step"])
         self._safepoint.go_on()
 

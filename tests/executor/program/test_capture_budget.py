@@ -201,6 +201,15 @@ def test_what_changes_is_told_once_by_its_name(
     assert said.startswith("step 'it' runs eagerly for now") and "beta was" in said and "is 0.2, and a capture" in said, said
 
 
+def test_new_shapes_are_told_beside_a_change_that_took_no_capture(
+    few: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "waterflow"):
+        annealed([0.0, 0.0, 0.5, 0.5, 0.5, 0.5], rows=(4, 3, 4, 5, 6, 7))
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and "beta was 0.0 and is 0.5" in said[0] and "was of shape (3," in said[1], said
+
+
 def test_changes_are_found_by_their_names() -> None:
     settings, weights = {"alpha": 0.5, "deep": [1, 2]}, [1.0]
     model = nn.Sequential(Annealed(), nn.Dropout(0.2))

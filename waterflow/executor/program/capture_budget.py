@@ -157,6 +157,7 @@ class CaptureBudget:
     _made: int = 0
     _last: dict[str, str] = field(default_factory=dict)
     _told_of_changes: bool = False
+    _changes: int = 0  # that were captured
     _seen: dict[Hashable, _Seen] = field(default_factory=dict)
 
     @contextlib.contextmanager
@@ -213,6 +214,7 @@ class CaptureBudget:
         seen = self._one(kind)
         seen.calls += 1
         if self._pays(seen):
+            self._changes += 1
             return
         if self._told_of_changes or self._made < FREE_CAPTURES:
             raise NewKind("", changed=True)
@@ -240,8 +242,10 @@ class CaptureBudget:
         return calls > pays_after
 
     def _why(self, batch: Callable[[], Any]) -> str:
-        if self._made < FREE_CAPTURES or not self._last or self._told_of_changes:
-            return ""  # it has time; or said before; or what changes beside the batch, which was told, took all captures
+        if self._made < FREE_CAPTURES or not self._last:
+            return ""  # it has time; or said before
+        if self._told_of_changes and 2 * self._changes >= FREE_CAPTURES:
+            return ""  # not batches, but what changes beside them took the captures
         now, before, self._last = described(batch()), self._last, {}
         changed = next((path for path in now if before.get(path, now[path]) != now[path]), None)
         if changed is None:

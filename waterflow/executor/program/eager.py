@@ -30,6 +30,7 @@ from waterflow.partition.plan.plan import Plan, opaque_plan
 FIRST_METERED, METERED_EVERY = 3, 32
 LOOK_AGAIN_AFTER = 10  # times as long as the last look took, or as it takes at most in a small step: so many steps' time
 STEPS_OF_A_LOOK = 50
+LEAST_OFTEN = 160  # times
 
 _NOTHING = contextlib.nullcontext()
 _NOTHING_TO_SET = contextlib.nullcontext(_NOTHING)
@@ -39,7 +40,7 @@ class SecondLook:
     """When a step that runs eagerly is looked at again, as what kept it from being captured may be gone.
 
     ``seconds`` took the first look, its capture; the first of a process imports much of torch, so steps are counted, too. Each time
-    that a look is in vain the next one waits twice as often as long as it took: such looks take ever less of the time.
+    that a look is in vain the next one waits twice as often as long as it took, up to a bound: most look at what is known.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -55,10 +56,12 @@ class SecondLook:
     def looking(self) -> Iterator[None]:
         """A look, inside the context."""
         began = time.perf_counter()
-        yield
-        self._times, self._steps = 2 * self._times, 0
-        now = time.perf_counter()
-        self._next = now + self._times * (now - began)
+        try:
+            yield
+        finally:
+            self._times, self._steps = min(2 * self._times, LEAST_OFTEN), 0
+            now = time.perf_counter()
+            self._next = now + self._times * (now - began)
 
 
 class ModelAndLoss(nn.Module):
