@@ -1,7 +1,7 @@
 # make demo   a real hyperparameter study, its trials side by side
-# make test   the short tier, about four minutes: what every change must pass
+# make test   the short tier, some ten minutes on two slow cores: what every change must pass
 # make test-changed  the tests that the files which differ from main's last commit concern (BASE=COMMIT: from that commit)
-# make test-all      all tests, about a quarter of an hour; make test-full: with the long random runs
+# make test-all      all tests; make test-full: with the long random runs
 # make tiers  which tests of the short tier need time, and why
 # make weight  the package's lines of code by folder, and their budget
 # make check  format, lint, types and make test, as before a commit on main

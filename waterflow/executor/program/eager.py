@@ -28,9 +28,8 @@ from waterflow.partition.plan.plan import Plan, opaque_plan
 
 # The first eager steps are metered, and then one of many: counting bytes takes a notable part of the time of a small step.
 FIRST_METERED, METERED_EVERY = 3, 32
-LOOK_AGAIN_AFTER = 10  # times as long as the last look took, or as it takes at most in a small step: so many steps' time
-STEPS_OF_A_LOOK = 50
-LEAST_OFTEN = 160  # times
+# A step that runs eagerly is looked at again behind so many times as long as the last look took; a look counts for 50 steps at most.
+LOOK_AGAIN_AFTER, STEPS_OF_A_LOOK, LEAST_OFTEN = 10, 50, 160
 
 _NOTHING = contextlib.nullcontext()
 _NOTHING_TO_SET = contextlib.nullcontext(_NOTHING)
